@@ -422,4 +422,5 @@ class Session:
         if notice.parting:
             self.parting.summoned()
         if notice.broken:
-            log.info("rank %d: round %d lost a member", self.place.rank, notice.round)
+            why = surviving_process.broken_by(notice)
+            log.info("rank %d: round %d %s", self.place.rank, notice.round, why)

@@ -142,8 +142,8 @@ class Liveness:
             found = stragglers.found(self._nodes, job, request.incarnation, self._journal_now())
             for text in found.lines:
                 log.warning("job %s: %s", request.job, text)
-            if found.ends is not None:
-                self._inform(found.ends)
+            if found.acts is not None:
+                self._inform(found.acts)
         self._arm()
 
     def reported(self, report: NodeVitals) -> None:

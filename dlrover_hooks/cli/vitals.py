@@ -175,6 +175,8 @@ def _rank_note(use: RankUse, device: AcceleratorVitals | None) -> str:
     notes = [f"no step for {use.stall.seconds:.0f} s: {use.stall.where}"] if use.stall is not None else []
     if (slow := use.straggler) is not None:
         notes.append(f"slow: {slow.phase.value} {slow.seconds:.3g} s per step, median {slow.median_s:.3g} s")
+    if (phases := use.phases) is not None and phases.rebalanced:
+        notes.append(f"{phases.micro_batches} of {phases.total_micro_batches} micro-batches")
     if device is not None:
         notes += [f"throttled: {', '.join(device.throttled_by)}"] if device.throttled_by else []
         notes += [f"{device.ecc_errors} ECC errors"] if device.ecc_errors else []

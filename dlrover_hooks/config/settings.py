@@ -29,7 +29,7 @@ from dlrover_hooks.config.duration import interval, retention, seconds
 from dlrover_hooks.config.spelling import refuse_unknown, warn_of_unknown
 from dlrover_hooks.config.validation import WANTED, check
 from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
-from dlrover_hooks.protocol import AGAIN, NodeType, Retention, StallPolicy, StragglerPolicy
+from dlrover_hooks.protocol import AGAIN, NodeType, Retention, Shares, StallPolicy, StragglerPolicy
 from dlrover_hooks.protocol.base_messages import Rank
 
 PREFIX = "DLROVER_HOOKS_"
@@ -96,8 +96,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """What to do when no rank has made a step for that time: `"warn"` logs one line for each rank, `"dump"` adds the
     stacks, `"restart-rank"` also replaces the rank that the others wait for, `"restart-round"` restarts all ranks."""
     on_straggler: str = "report"
-    """What to do when this rank is slow and the others wait for it: `"report"` logs it, `"relaunch"` also starts a new
-    process for it, `"exclude"` also takes its node out of the job, if enough workers remain."""
+    """What to do when this rank is slow and the others wait for it: `"report"` logs it, `"rebalance"` also gives it
+    fewer of the micro-batches of each step and the others more, `"relaunch"` also starts a new process for it,
+    `"exclude"` also takes its node out of the job, if enough workers remain."""
 
     @property
     def signals(self) -> list[str]:
@@ -157,6 +158,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A master that has not answered for this long is treated as gone."""
     round: int = 0
     """The round in which the rank was assigned; 0: none assigned yet."""
+    shares: Shares | None = None
+    """How the ranks of this round share the micro-batches of a step; None: evenly."""
 
 
 def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
@@ -227,7 +230,7 @@ def _keep_apart(values: dict[str, Any], home: str) -> None:
 _KEYWORDS = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
 _LAUNCHERS = (
     *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
-    *("min_workers", "max_workers", "round", "join", "preload", "master_away_s", "task"),
+    *("min_workers", "max_workers", "round", "shares", "join", "preload", "master_away_s", "task"),
 )
 _TLS = ("ca_file", "client_cert", "client_key")
 _DRILL = ("faults", "trace", "last_step")
@@ -385,6 +388,7 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
         local_world_size=int(env.get("LOCAL_WORLD_SIZE") or 0),
         master_away_s=float(env.get(PREFIX + "MASTER_AWAY_S") or 120),
         round=int(env.get(PREFIX + "ROUND") or 0),
+        shares=msgspec.json.decode(told, type=Shares) if (told := env.get(PREFIX + "SHARES")) else None,
     )
 
 

@@ -30,7 +30,7 @@ WANTED = {
     "grace": 'seconds, or a duration such as "25s"',
     "step_timeout": '"auto", "none", seconds, or a duration such as "10m"',
     "on_stall": '"warn", "dump", "restart-rank" or "restart-round"',
-    "on_straggler": '"report", "relaunch" or "exclude"',
+    "on_straggler": '"report", "rebalance", "relaunch" or "exclude"',
 }
 
 
@@ -66,7 +66,7 @@ def check(config: Config, said: Mapping[str, str]) -> None:
         refuse("step_timeout", "leaves no time for a step", f"give {WANTED['step_timeout']}")
     if config.on_stall not in ("warn", "dump", "restart-rank", "restart-round"):
         refuse("on_stall", "is unknown", f"use {WANTED['on_stall']}")
-    if config.on_straggler not in ("report", "relaunch", "exclude"):
+    if config.on_straggler not in ("report", "rebalance", "relaunch", "exclude"):
         refuse("on_straggler", "is unknown", f"use {WANTED['on_straggler']}")
     if not set(config.signals) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
         refuse("preempt_signals", "names no signals", f"give {WANTED['preempt_signals']}")

@@ -1,11 +1,12 @@
 """Which rank computes which samples of a step, and with which weight. Pure arithmetic, no torch.
 
 A step at global batch G takes the G positions from q on, whatever the world size is: G = N * b. Its N = G / b
-micro-batches are distributed in contiguous slices: rank i runs `m_i = N // W + (i < N % W)` of them.
+micro-batches are distributed in contiguous slices: rank i runs `m_i = N // W + (i < N % W)` of them, or `shares[i]` if
+the master has distributed them unevenly because of a slow rank (`uneven_shares`).
 
 If G does not divide n, `tail` defines the epoch's last step:
 
-- `ghost` (default): short. The L remaining samples are distributed in proportion to m_i (evenly, if W divides N), so
+- `ghost` (default): short. The L remaining samples are distributed in proportion to m_i (evenly, if all are equal), so
   that no rank runs *more* micro-batches than in a full step. A rank without samples repeats one sample with weight 0,
   so that it takes part in the collectives;
 - `drop`: the epoch ends with its last full step;
@@ -28,12 +29,14 @@ A loop with a loss per sample needs none of this: `ElasticSampler.sample_weights
 
 from __future__ import annotations
 
+from collections import Counter
 from numbers import Integral
 from typing import Literal
 
 import msgspec
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol import Shares
 
 Tail = Literal["ghost", "drop", "carry"]
 TAILS = ("ghost", "drop", "carry")
@@ -59,6 +62,8 @@ class Slice(msgspec.Struct, frozen=True):
 class BatchPlan(msgspec.Struct, frozen=True):
     """How `world_size` ranks share every step of an epoch of n samples, seen from `rank`.
 
+    `shares`: m_i of every rank i; as even as possible if left out.
+
     Errors: UsageError for invalid sizes, with the nearest valid ones.
     """
 
@@ -68,11 +73,16 @@ class BatchPlan(msgspec.Struct, frozen=True):
     rank: int = 0
     world_size: int = 1
     tail: Tail = "ghost"
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_tail(self)
         _check_share(self)
+        if self.shares:
+            _check_shares(self)
+        else:
+            msgspec.structs.force_setattr(self, "shares", even_shares(self.total, self.world_size))
 
     @property
     def total(self) -> int:
@@ -82,28 +92,32 @@ class BatchPlan(msgspec.Struct, frozen=True):
     @property
     def micro_batches(self) -> int:
         """m_r, the micro-batches of this rank in a full step: the number that the loop accumulates over."""
-        return self.total // self.world_size + (self.rank < self.total % self.world_size)
+        return self.shares[self.rank]
 
     @property
-    def shares(self) -> tuple[int, ...]:
-        """m_i of every rank i."""
-        least, more = divmod(self.total, self.world_size)
-        return (least + 1,) * more + (least,) * (self.world_size - more)
+    def most(self) -> int:
+        """The micro-batches of a full step on the rank with the most."""
+        return max(self.shares)
 
     @property
     def before(self) -> int:
         """Micro-batches of a full step that lower ranks run."""
-        return self.rank * (self.total // self.world_size) + min(self.rank, self.total % self.world_size)
+        return sum(self.shares[: self.rank])
+
+    @property
+    def rebalanced(self) -> bool:
+        """Whether the shares are less even than they could be, because ranks differ in speed."""
+        return self.shares != even_shares(self.total, self.world_size)
 
     @property
     def efficiency(self) -> float:
-        """Busy share of the ranks in a full step, in (0, 1]: N / (W * ceil(N / W))."""
-        return _efficiency(self.total, self.world_size)
+        """Busy share of equally fast ranks in a full step, in (0, 1]: N / (W * max m_i)."""
+        return self.total / (self.world_size * self.most)
 
     @property
     def suggestion(self) -> str | None:
         """A smaller batch that keeps the ranks busier, as text; None if they are busy, or nothing is better."""
-        if self.efficiency >= GOOD:
+        if self.efficiency >= GOOD or self.rebalanced:
             return None
         G, W = self.global_batch_size, self.world_size
         smaller = [b for b in range(self.batch_size - 1, 0, -1) if G % b == 0]
@@ -116,13 +130,16 @@ class BatchPlan(msgspec.Struct, frozen=True):
     @property
     def summary(self) -> str:
         """The plan in one line, for the log."""
-        least, more = divmod(self.total, self.world_size)
-        parts = [f"{more} x {least + 1}"] * bool(more) + [f"{self.world_size - more} x {least}"]
+        counts = Counter(self.shares)
+        parts = [f"{counts[share]} x {share}" for share in sorted(counts, reverse=True)]
         ranks = f"{self.world_size} workers share" if self.world_size > 1 else "1 worker runs"
         line = (
             f"{ranks} {self.total} micro-batches of {self.batch_size} in each step (global batch "
-            f"{self.global_batch_size}): {', '.join(parts)}; {self.efficiency:.0%} busy"
+            f"{self.global_batch_size}): {', '.join(parts)}"
         )
+        if self.rebalanced:
+            return f"{line}, because ranks differ in speed"
+        line = f"{line}; {self.efficiency:.0%} busy"
         return f"{line}; {self.suggestion}" if self.suggestion else line
 
     @property
@@ -171,6 +188,19 @@ class BatchPlan(msgspec.Struct, frozen=True):
         runs = -(-(hi - lo) // self.batch_size)
         return Slice(lo, hi, self.n, left, runs, False, m / runs * (hi - lo) / left)
 
+    def tail_shares(self, q: int = 0) -> tuple[int, ...]:
+        """Micro-batches of every rank in the short last step of an epoch that is run from q on, ghosts included; empty
+        if there is none.
+        """
+        if not self.has_tail(q):
+            return ()
+        left, before, found = (self.n - q) % self.global_batch_size, 0, list[int]()
+        for share in self.shares:
+            samples = left * (before + share) // self.total - left * before // self.total
+            found.append(max(1, -(-samples // self.batch_size)))
+            before += share
+        return tuple(found)
+
     def length(self, q: int = 0) -> int:
         """Micro-batches of this rank from in-epoch position q to the end; from 0: of a complete epoch."""
         full = self.full_steps(q)
@@ -192,6 +222,25 @@ def fitting(batch_size: int, global_batch_size: int, world_size: int) -> int:
     """
     largest = min(batch_size, global_batch_size // world_size)
     return next((size for size in range(largest, 0, -1) if global_batch_size % size == 0), 0)
+
+
+def even_shares(total: int, world_size: int) -> tuple[int, ...]:
+    """`total` micro-batches, as evenly as possible: lower ranks run one more."""
+    least, more = divmod(total, world_size)
+    return (least + 1,) * more + (least,) * (world_size - more)
+
+
+def uneven_shares(told: Shares | None, total: int, world_size: int) -> tuple[int, ...]:
+    """The master's distribution of `total` micro-batches, for every rank; empty if it is not for such a step."""
+    if told is None or told.total != total:
+        return ()
+    own = {one.rank: one.micro_batches for one in told.ranks}
+    others = [rank for rank in range(world_size) if rank not in own]
+    left = total - sum(own.values())
+    if max(own, default=0) >= world_size or min(own.values(), default=1) < 1 or not 0 < len(others) <= left:
+        return ()
+    own |= dict(zip(others, even_shares(left, len(others)), strict=True))
+    return tuple(own[rank] for rank in range(world_size))
 
 
 def _efficiency(total: int, world_size: int) -> float:
@@ -223,6 +272,14 @@ def _check_tail(plan: BatchPlan) -> None:
         raise UsageError(
             f'tail="carry" would put the {n} samples more than once into a step: the global batch is {G}',
             hint=f'use tail="ghost", or global_batch_size <= {n}',
+        )
+
+
+def _check_shares(plan: BatchPlan) -> None:
+    if len(plan.shares) != plan.world_size or min(plan.shares) < 1 or sum(plan.shares) != plan.total:
+        raise UsageError(
+            f"shares={plan.shares!r} do not distribute {plan.total} micro-batches over {plan.world_size} workers",
+            hint="give each rank at least one, and all of them together exactly so many; or leave shares out",
         )
 
 

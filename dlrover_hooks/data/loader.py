@@ -132,6 +132,8 @@ class ElasticLoader:
         self._accumulation: Accumulation | None = None
         self.by_hand = False
         """The loop steps at `step_ends`, and weights its losses."""
+        self.evened = False
+        """It is inside an `EvenLoader`: each rank runs equally many batches."""
         self._source: Iterator[Any] | None = None
         self._live: object | None = None
         self._fetching = False
@@ -292,6 +294,14 @@ class ElasticLoader:
     def accumulation(self) -> Accumulation | None:
         """Makes several micro-batches one step; None if the loop does that itself."""
         return self._accumulation
+
+    def micro_batches(self) -> tuple[int, int, bool]:
+        """Of a full step: this rank's, those of all ranks, and whether they are rebalanced. Any thread.
+
+        (0, 0, False) if ranks must not differ in them.
+        """
+        plan = self.sampler.plan
+        return (0, 0, False) if self.evened else (plan.micro_batches, plan.total, plan.rebalanced)
 
     @property
     def live(self) -> bool:

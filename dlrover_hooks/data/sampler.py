@@ -12,18 +12,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from dlrover_hooks import config
-from dlrover_hooks.data.batch_plan import BatchPlan, Slice, Tail, fitting
+from dlrover_hooks.data.batch_plan import BatchPlan, Slice, Tail, fitting, uneven_shares
 from dlrover_hooks.data.cursor import Progress
 from dlrover_hooks.data.feistel import Indices
 from dlrover_hooks.data.order import Kind, Order
 from dlrover_hooks.data.saved_position import refuse_other, saved_position
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol import Shares
 
 CHUNK = 16384  # samples computed at a time: below 4096 numpy's call overhead dominates
 _ENDED = "this iterator ended: the sampler was iterated, restored or closed meanwhile"
@@ -79,7 +81,8 @@ class ElasticSampler(DistributedSampler[Any]):
         self._batch_size = batch_size
         crowded = min(batch_size, world) > 0 and G % batch_size == 0 and G // batch_size < world
         size = self._fitting(G, world) if crowded else batch_size
-        self.progress = Progress(BatchPlan(_length(self.dataset), size, G, place, world, tail))
+        self._told = _told_shares(world)
+        self.progress = Progress(self._planned(_length(self.dataset), size, G, place, world, tail))
         self.seed, self.yield_batches = seed, yield_batches
         self.order = Order(self.plan.n, seed, shuffle if order is None else order, block=block, window=window)
         self.restored = False
@@ -294,7 +297,14 @@ class ElasticSampler(DistributedSampler[Any]):
             )
         old = self.plan
         G = old.global_batch_size if self._settled else self._batch_size * world_size
+        self._told = None  # it was for the world before
         self.progress.replan(BatchPlan(old.n, self._fitting(G, world_size), G, rank, world_size, old.tail))
+
+    def _planned(self, n: int, size: int, G: int, rank: int, world_size: int, tail: Tail) -> BatchPlan:
+        """The plan with the master's shares, if they are for so many micro-batches."""
+        plan = BatchPlan(n, size, G, rank, world_size, tail)
+        shares = uneven_shares(self._told, plan.total, world_size)
+        return msgspec.structs.replace(plan, shares=shares) if shares else plan
 
     def _fitting(self, global_batch_size: int, world_size: int) -> int:
         """The micro-batch: as given, or smaller, so that the global batch stays and each rank has its share."""
@@ -346,7 +356,7 @@ class ElasticSampler(DistributedSampler[Any]):
         if state.get("tail") != self.plan.tail:
             log.warning("tail=%r is used: the state was made with %r", self.plan.tail, state.get("tail"))
         old = self.plan
-        plan = BatchPlan(old.n, self._fitting(G, old.world_size), G, old.rank, old.world_size, old.tail)
+        plan = self._planned(old.n, self._fitting(G, old.world_size), G, old.rank, old.world_size, old.tail)
         self._settled, self.restored = True, state["cursor"] > 0
         self.progress.rewind(plan, state["cursor"])
 
@@ -378,6 +388,12 @@ def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if num_replicas is None:
         return found[0], found[1] if rank is None else rank
     return num_replicas, (0 if num_replicas == 1 else found[1]) if rank is None else rank
+
+
+def _told_shares(world_size: int) -> Shares | None:
+    """The shares of this round, for a sampler of its world; the same on every rank."""
+    here = config.place()
+    return here.shares if here.world_size == world_size else None
 
 
 def _positions(plan: BatchPlan, q: int) -> Iterator[Indices]:

@@ -395,6 +395,8 @@ class Agent:
         then = f"restarting {counted(len(seats), 'worker')}"
         if found := [*ends.values(), *early, *far]:
             self.budget.charge(found, view, then)
+        elif view is not None and view.rebalance:
+            log.warning("job %s: %s; %s", self.job, view.rebalance, then)
         elif view is None or not is_restart(view):
             self.budget.charge_unexplained(self._round, then)
         else:

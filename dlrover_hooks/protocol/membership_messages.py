@@ -79,6 +79,24 @@ class AwaitRound(Message, frozen=True):
     timeout_s: Seconds = 20.0
 
 
+class RankShare(Message, frozen=True):
+    """How many micro-batches of a step `rank` runs."""
+
+    rank: Rank
+    micro_batches: Count
+
+
+class Shares(Message, frozen=True):
+    """An uneven distribution of a step's micro-batches: `ranks` run theirs, all others share the rest evenly.
+
+    It is for training loaders whose step has `total` micro-batches over all ranks, and for no other ones.
+    """
+
+    total: Count
+    ranks: tuple[RankShare, ...] = ()
+    """By rank."""
+
+
 class Seated(Message, frozen=True):
     """`round` None: no round yet, send the request again."""
 
@@ -91,6 +109,8 @@ class Seated(Message, frozen=True):
     master_addr: str = ""
     master_port: Port = 0
     store_prefix: str = ""
+    shares: Shares | None = None
+    """None: evenly."""
 
 
 class StallPolicy(enum.Enum):
@@ -128,7 +148,7 @@ class Heartbeat(Message, frozen=True):
 class Beat(Message, frozen=True):
     round: Count = 0
     broken: bool = False
-    """The round lost a member: stop at the next step; the agent or launcher joins the next round."""
+    """The round lost a member, or is rebalanced: stop at the next step; the agent or launcher joins the next round."""
     newest_complete: Generation | None = None
     cadence: Cadence = Cadence()
     may_complete: tuple[Step, ...] = ()
@@ -146,6 +166,7 @@ class Notice(Message, frozen=True):
     that recover) new workers wait.
 
     `waiting`: the number of workers that could be added to the current round. It grows when a member joins again.
+    `rebalance`: see `JobView`; it is why the round broke.
     """
 
     round: Count
@@ -154,6 +175,7 @@ class Notice(Message, frozen=True):
     waiting: Rank = 0
     parting: bool = False
     """See `Beat`: send a heartbeat at once."""
+    rebalance: str = ""
 
 
 class Watch(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
-from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall
+from dlrover_hooks.protocol.membership_messages import Ending, Parting, Shares, Stall
 from dlrover_hooks.protocol.node_check_messages import KeptOut
 from dlrover_hooks.protocol.vitals_messages import (
     CPUVitals,
@@ -114,6 +114,10 @@ class JobView(Message, frozen=True):
     """
     excluded: str = ""
     """Why `ShowJob.node` is excluded, because a rank on it is slow: its launcher has to end."""
+    shares: Shares | None = None
+    """How the ranks of the round share the micro-batches of a step, if not evenly."""
+    rebalance: str = ""
+    """Why the round is over although no member is lost: the next one has other `shares`."""
 
 
 class ShowVitals(Message, frozen=True):

@@ -56,9 +56,12 @@ class StepPhase(enum.Enum):
 
 
 class StragglerPolicy(enum.Enum):
-    """What follows once a rank is slow: only the report, a new process for it, or its node leaves the job."""
+    """What follows once a rank is slow: only the report, fewer micro-batches of each step for it, a new process for it,
+    or its node leaves the job.
+    """
 
     REPORT = "report"
+    REBALANCE = "rebalance"
     RELAUNCH = "relaunch"
     EXCLUDE = "exclude"
 
@@ -86,6 +89,12 @@ class StepPhases(Message, frozen=True):
     """False: no other rank waits for the steps of this one, so it is not compared."""
     policy: StragglerPolicy = StragglerPolicy.REPORT
     """What is to follow if this rank is slow."""
+    micro_batches: Count = 0
+    """Of a step, on this rank."""
+    total_micro_batches: Count = 0
+    """Of a step, on all ranks. 0, like the field before: not known, or ranks cannot differ in their number."""
+    rebalanced: bool = False
+    """The ranks share the micro-batches unevenly, because they differ in speed."""
 
 
 class Straggler(Message, frozen=True):

@@ -269,6 +269,8 @@ class TrainingLoop:
         made.after_batch.append(self.session.clock.fetched)
         self._undo.append(lambda: made.after_batch.remove(self.session.clock.fetched))
         made.leads = not self._loaders
+        if made.leads:
+            self.session.clock.count_micro_batches(made.micro_batches)
         self._loaders.append(made)
         self._led_by(made)
         total = self._loaders[0].sampler.plan.total

@@ -240,6 +240,9 @@ class AsyncCheckpointer:
             self._hooks.append(hook)
         for loader in self._loaders:
             loader.after_batch.append(clock.fetched)
+        elastic = [loader for loader in self._loaders if isinstance(loader, ElasticLoader)]
+        if elastic and elastic == self._loaders and len({loader.sampler.plan.total for loader in elastic}) == 1:
+            clock.count_micro_batches(elastic[0].micro_batches)
 
     def _say_unsupported(self, session: Session, leased: list[str]) -> None:
         """Report what cannot be recovered in process."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,6 +64,7 @@ class EvenLoader(Around):
                 hint="leased data is even already: a rank without data repeats a batch with weight 0",
             )
         elastic.accumulate_by_hand()
+        elastic.evened = True
         self.elastic = elastic
         self.ghost = False
         """True if the batch last received is a repetition."""
@@ -115,15 +115,12 @@ class EvenLoader(Around):
 
 def step_batches(plan: BatchPlan) -> int:
     """Batches of a full step on the rank with the most."""
-    return -(-plan.total // plan.world_size)
+    return plan.most
 
 
 def tail_batches(plan: BatchPlan, place: int = 0) -> int:
     """Batches of the short last step of an epoch from `place`, on the rank with the most; 0 without a short step."""
-    if not plan.has_tail(place):
-        return 0
-    q = place + plan.full_steps(place) * plan.global_batch_size
-    return max(msgspec.structs.replace(plan, rank=rank).step(q).micro_batches for rank in range(plan.world_size))
+    return max(plan.tail_shares(place), default=0)
 
 
 def epoch_batches(plan: BatchPlan, place: int = 0) -> int:
@@ -133,12 +130,7 @@ def epoch_batches(plan: BatchPlan, place: int = 0) -> int:
 
 def is_uneven(plan: BatchPlan) -> bool:
     """True if ranks differ in their number of batches, in full steps or in the short one."""
-    if plan.total % plan.world_size:
-        return True
-    if not plan.has_tail():
-        return False
-    q = plan.full_steps() * plan.global_batch_size
-    return len({msgspec.structs.replace(plan, rank=r).step(q).micro_batches for r in range(plan.world_size)}) > 1
+    return len(set(plan.shares)) > 1 or len(set(plan.tail_shares())) > 1
 
 
 def loss_scale(loader: ElasticLoader | EvenLoader, *, weighed: bool) -> float:

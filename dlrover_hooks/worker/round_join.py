@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place
@@ -134,4 +136,5 @@ def seat_environment(
         "MASTER_PORT": str(seated.master_port),
         "DLROVER_HOOKS_INCARNATION": incarnation,
         "DLROVER_HOOKS_ROUND": str(seated.round or 0),
+        "DLROVER_HOOKS_SHARES": msgspec.json.encode(seated.shares).decode() if seated.shares is not None else "",
     }

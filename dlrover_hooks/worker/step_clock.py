@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from dlrover_hooks.protocol import StepPhases
 
 WINDOW_S = 10.0
@@ -51,6 +53,11 @@ class StepClock:
         self._apart, self._fetched, self._optimizes, self._begun, self._in_step = False, False, False, False, True
         self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
         self._window_from: float | None = None
+        self._micro_batches: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, False)
+
+    def count_micro_batches(self, counted: Callable[[], tuple[int, int, bool]]) -> None:
+        """`counted` returns `micro_batches`, `total_micro_batches` and `rebalanced` of `StepPhases`, at each window."""
+        self._micro_batches = counted
 
     def _ended(self, part: _Part) -> None:
         now = self._now()
@@ -100,7 +107,9 @@ class StepClock:
             return None
         taken = [self._steps.popleft() for _ in range(len(self._steps))]
         began, self._window_from = self._window_from, now
-        return summary(taken, step, now - began, in_step=self._in_step)
+        mine, total, uneven = self._micro_batches()
+        window = summary(taken, step, now - began, in_step=self._in_step)
+        return msgspec.structs.replace(window, micro_batches=mine, total_micro_batches=total, rebalanced=uneven)
 
 
 def summary(taken: list[_Timed], step: int, window_s: float, *, in_step: bool) -> StepPhases:

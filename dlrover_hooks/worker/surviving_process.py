@@ -109,6 +109,7 @@ class Membership:
         self._on_broken = on_broken
         self._told = threading.Condition()
         self._broken, self._waiting = 0, 0
+        self._why = "lost a member"
         self._watcher: Watcher | None = None
         self._error: MasterError | None = None
         self._here, self.ended = ForkGuard(), False
@@ -162,7 +163,7 @@ class Membership:
         except Stale as stale:
             if not self.hears_break(_WORD_S):
                 raise
-            raise RoundEnded(f"round {self.round} of job {self.config.job} lost a member") from stale
+            raise RoundEnded(f"round {self.round} of job {self.config.job} {self._why}") from stale
 
     # ---- state of the round -----------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Membership:
             RoundEnded: the round is broken or, with `step_ends`, new workers wait.
         """
         if self._broken >= max(self.round, 1):  # `broken`, without a call in each step
-            raise RoundEnded(f"round {self.round} of job {self.config.job} lost a member")
+            raise RoundEnded(f"round {self.round} of job {self.config.job} {self._why}")
         if step_ends and self._waiting and not self.unsupported:  # if unsupported, the agents let newcomers in
             raise RoundEnded(f"newcomers wait to join job {self.config.job}")
 
@@ -238,9 +239,10 @@ class Membership:
             news = notice.broken and notice.round >= self.round and not self.broken
             self._broken = max(self._broken, notice.round) if notice.broken else self._broken
             self._waiting = notice.waiting if notice.round >= self.round else self._waiting
+            self._why = broken_by(notice) if news else self._why
             self._told.notify_all()
         if news:
-            log.info("job %s: round %d lost a member", self.config.job, notice.round)
+            log.info("job %s: round %d %s", self.config.job, notice.round, self._why)
             self._on_broken()
         if notice.parting and self.session is not None:
             self.session.parting.summoned()
@@ -336,6 +338,11 @@ class Membership:
         if self.engine is not None:
             self.engine.close()
         self.client.close()
+
+
+def broken_by(notice: p.Notice) -> str:
+    """What happened to the round, for the log."""
+    return f"is rebalanced: {notice.rebalance}" if notice.rebalance else "lost a member"
 
 
 _active: list[Membership] = []

@@ -81,7 +81,7 @@ class ElasticCallback(Callback):
         step_timeout: time without a step after which the log says where the worker is; `"auto"` learns it.
         on_stall: what to do then: `"warn"`, `"dump"`, `"restart-rank"` or `"restart-round"`.
         on_straggler: what to do when this rank is slow and the others wait for it: `"report"`, `"relaunch"` or
-            `"exclude"`.
+            `"exclude"`; `"rebalance"` only reports here, as Lightning runs equally many batches on every rank.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same

@@ -220,6 +220,7 @@ class ElasticTraining:
         seed = args.data_seed if args.data_seed is not None else args.seed
         made = loop.elastic(plain, accumulate=args.gradient_accumulation_steps, seed=seed)
         made.leads = False
+        made.evened = True  # Trainer counts the same number of batches on every rank
         loop.window.averages = True
         plan = made.sampler.plan
         if made.sampler.cursor % plan.n % plan.global_batch_size:

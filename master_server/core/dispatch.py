@@ -22,6 +22,7 @@ from dlrover_hooks.master.core.events import (
     FinishWritten,
     Key,
     Lost,
+    Reshare,
     Tick,
 )
 from dlrover_hooks.master.core.job import (
@@ -187,6 +188,7 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Lost: member_changes.lost,
     EndStalled: member_changes.end_stalled,
     EndSlow: member_changes.end_slow,
+    Reshare: member_changes.reshare,
     Tick: member_changes.tick,
     Committed: _committed,
     CommitFailed: _commit_failed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.protocol import ROUTES, Generation, Message, StragglerPolicy
+from dlrover_hooks.protocol import ROUTES, Generation, Message, Shares, StragglerPolicy
 
 
 class Lost(Message, frozen=True):
@@ -44,6 +44,18 @@ class EndSlow(Message, frozen=True):
     round: int
     incarnations: tuple[str, ...]
     policy: StragglerPolicy
+    reason: str
+
+
+class Reshare(Message, frozen=True):
+    """A verdict of `stragglers`: the next round of the same ranks shares the micro-batches of a step as in `shares`
+    (None: evenly), because the member `incarnation` of `round` is slow. `reason`: for a person.
+    """
+
+    job: str
+    round: int
+    incarnation: str
+    shares: Shares | None
     reason: str
 
 
@@ -84,6 +96,7 @@ INTERNAL: tuple[type[Message], ...] = (
     Lost,
     EndStalled,
     EndSlow,
+    Reshare,
     Tick,
     Committed,
     CommitFailed,

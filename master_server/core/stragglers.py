@@ -1,4 +1,4 @@
-"""The verdict on a rank that is slower than the others. Pure; only `EndSlow` is journaled, see `straggler_actions`.
+"""The verdict on a rank that is slower than the others. Pure; only what is done is journaled, see `straggler_actions`.
 
 In synchronous training the steps of all ranks take the same time, because the fast ranks wait for the slow one. So the
 ranks are compared by their own work, without the time in which they wait. A rank is slow in a window if one part of its
@@ -13,23 +13,20 @@ from typing import NamedTuple
 import msgspec
 
 from dlrover_hooks.master.core import straggler_actions
-from dlrover_hooks.master.core.events import EndSlow
+from dlrover_hooks.master.core.events import EndSlow, Reshare
 from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.rounds.members import Member
+from dlrover_hooks.master.core.straggler_actions import FACTOR, SHARE, SlowRank
 from dlrover_hooks.protocol import Phase, StepPhase, StepPhases, Straggler
 
 WINDOWS = 3
 """Windows in a row in which a rank is slow, before it is named; and in which it is not, before that is withdrawn. A
 pause, such as an evaluation or a slow save, is in one window, or at the border of two."""
-FACTOR = 1.5
-"""Multiple of the median. DLRover's node check calls a node slow at 2, NVRx a rank at 1 / 0.7 of the fastest."""
 DEVIATIONS = 3.0
 """Of the other ranks, by their median absolute deviation; the conservative choice of Leys et al. (2013)."""
 _NORMAL = 1.4826
 """The median absolute deviation times this is the standard deviation of normal noise (the same source)."""
-SHARE = 0.1
-"""Of the step's time that the others must lose. With less, a new process or node does not repay its start for long."""
 
 LEAST_RANKS = 3
 """If it is not known who waits. What looks like slow work may be a wait for the slow rank; then all others do it."""
@@ -44,10 +41,10 @@ class Slow(NamedTuple):
 
 
 class StragglerVerdict(msgspec.Struct, frozen=True):
-    """`lines`: for the log. `ends`: the event that acts upon one of the slow ranks, if its policy asks for that."""
+    """`lines`: for the log. `acts`: the event that acts upon one of the slow ranks, if its policy asks for that."""
 
     lines: tuple[str, ...] = ()
-    ends: EndSlow | None = None
+    acts: EndSlow | Reshare | None = None
 
 
 class _Ranked(NamedTuple):
@@ -74,9 +71,10 @@ def found(nodes: Nodes, job: Job, speaker: str, now: float) -> StragglerVerdict:
         if one.live and its is not None and its.phases is not None:
             ranked.append(_Ranked(one, its, its.phases))
     ranked.sort(key=lambda one: one.member.rank)
-    slow = slow_ranks([one.phases for one in ranked])
+    windows = [one.phases for one in ranked]
+    slow = slow_ranks(windows)
     lines: list[str] = []
-    ends: EndSlow | None = None
+    acts: EndSlow | Reshare | None = None
     for number, one in enumerate(ranked):
         if not one.pulse.new_phases:
             continue
@@ -85,12 +83,13 @@ def found(nodes: Nodes, job: Job, speaker: str, now: float) -> StragglerVerdict:
             lines += _not_slow(one)
         elif (now_slow := _slow(one, slow[number])) is not None:
             text = _sentence(one.member, now_slow, len(ranked))
-            then = straggler_actions.response(job, one.member, one.phases.policy, text, now)
-            then = then if ends is None else straggler_actions.Response()  # one at a time
-            ends = ends or then.ends
-            if before is None or before.phase is not now_slow.phase or then.ends is not None:
+            slow_rank = SlowRank(one.member, one.phases.policy, now_slow.phase, windows, text)
+            then = straggler_actions.response(job, slow_rank, now)
+            then = then if acts is None else straggler_actions.Response()  # one at a time
+            acts = acts or then.acts
+            if before is None or before.phase is not now_slow.phase or then.acts is not None:
                 lines.append(text + then.text)
-    return StragglerVerdict(tuple(lines), ends)
+    return StragglerVerdict(tuple(lines), acts)
 
 
 def _not_slow(one: _Ranked) -> list[str]:
@@ -136,6 +135,8 @@ def slow_ranks(windows: list[StepPhases]) -> dict[int, Slow]:
     for phase in judged:
         seconds = [_seconds(one, phase) for one in windows]
         for number in _outliers(seconds):
+            if phase in (StepPhase.DATA, StepPhase.COMPUTE) and _is_its_share(windows, seconds, number):
+                continue
             window, slow = windows[number], Slow(phase, seconds[number], statistics.median_low(seconds))
             least_s = SHARE * window.total_s
             others_wait = not apart or waits_s - (window.network_s or 0.0) >= least_s
@@ -155,6 +156,20 @@ def _outliers(seconds: list[float]) -> list[int]:
     above = [number for number, one in enumerate(seconds) if one > FACTOR * median]
     deviation = statistics.median_low(abs(one - median) for one in seconds if one <= FACTOR * median)
     return [number for number in above if seconds[number] - median > DEVIATIONS * _NORMAL * deviation]
+
+
+def _is_its_share(windows: list[StepPhases], seconds: list[float], number: int) -> bool:
+    """True if the rank takes longer only because it runs more micro-batches, and by no more than one too many.
+
+    Where it runs more than one too many, the micro-batches are distributed for speeds that the ranks no longer have.
+    """
+    counts = [one.micro_batches for one in windows]
+    if not all(counts):
+        return False
+    of_one = [whole / count for whole, count in zip(seconds, counts, strict=True)]
+    one_fewer = [*seconds]
+    one_fewer[number] -= of_one[number]
+    return number not in _outliers(of_one) and number not in _outliers(one_fewer)
 
 
 def _seconds(window: StepPhases, phase: StepPhase) -> float:

@@ -141,6 +141,8 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         recent_failures=_recent(job.failed_at, request.window_s),
         kept_out=check_requests.kept_out(job),
         excluded=job.slow.excluded.get(request.node, ""),
+        shares=current.shares if current is not None else None,
+        rebalance=current.rebalance if current is not None else "",
     )
 
 
@@ -267,7 +269,7 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
         return None
     broken = current.phase is Phase.BROKEN
     if current.number > request.after and (broken or job.finished):
-        return Notice(round=current.number, broken=broken, finished=job.finished)
+        return Notice(current.number, broken, job.finished, rebalance=current.rebalance)
     if job.ending is not None and request.incarnation not in current.members:
         return Notice(round=current.number, finished=True)
     told = request.parting if request.incarnation in current.members else None

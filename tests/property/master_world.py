@@ -21,6 +21,7 @@ from dlrover_hooks.master.core.events import (
     FinishWritten,
     Key,
     Lost,
+    Reshare,
     Tick,
     encode,
 )
@@ -124,7 +125,7 @@ class World(RuleBasedStateMachine):
         self.now += seconds
         self.send(Tick(job="job"))
 
-    @rule(data=st.data(), how=st.sampled_from(["lost", "stalled", "slow", "exited", "failed", "stopped"]))
+    @rule(data=st.data(), how=st.sampled_from(["lost", "stalled", "slow", "rebalanced", "exited", "failed", "stopped"]))
     def die(self, data: st.DataObject, how: str) -> None:
         if not self.everybody:
             return
@@ -134,6 +135,10 @@ class World(RuleBasedStateMachine):
         elif how == "stalled":
             number = self.job.rounds.number if self.job is not None else 1
             self.send(EndStalled(job="job", round=number, incarnations=tuple(self.everybody[-2:]), step=7))
+        elif how == "rebalanced":
+            number = self.job.rounds.number if self.job is not None else 1
+            shares = data.draw(st.sampled_from([None, p.Shares(8, (p.RankShare(1, 2),))]))
+            self.send(Reshare("job", number, name, shares, "slow"))
         elif how == "slow":
             number = self.job.rounds.number if self.job is not None else 1
             policy = data.draw(st.sampled_from([p.StragglerPolicy.RELAUNCH, p.StragglerPolicy.EXCLUDE]))

@@ -11,7 +11,7 @@ from dlrover_hooks.master.core import straggler_actions
 from dlrover_hooks.master.core.checkpoints import save_votes
 from dlrover_hooks.master.core.checkpoints.restore_sources import Offers
 from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
-from dlrover_hooks.master.core.events import EndSlow, EndStalled, Lost, Tick
+from dlrover_hooks.master.core.events import EndSlow, EndStalled, Lost, Reshare, Tick
 from dlrover_hooks.master.core.job import (
     Choice,
     Effects,
@@ -158,6 +158,20 @@ def end_slow(job: Job, event: EndSlow, now: float, effects: Effects) -> Done:
     job.slow = straggler_actions.noted(job.slow, member, event, now)
     for incarnation in event.incarnations:
         _part(job, incarnation, SLOW, now, effects)
+    return Done()
+
+
+def reshare(job: Job, event: Reshare, now: float, effects: Effects) -> Done:
+    """The next round shares a step's micro-batches otherwise, because a member is slow. No effect if the round ends."""
+    current = job.rounds.round
+    if current is None or current.number != event.round or current.phase is not Phase.TRAINING:
+        return Done()
+    member = current.members.get(event.incarnation)
+    if member is None or not member.live or straggler_actions.no_reshare(job, current, member):
+        return Done()
+    job.slow = straggler_actions.counted(job.slow, now)
+    current.phase, current.next_shares, current.rebalance = Phase.BROKEN, event.shares, event.reason
+    _after_membership(job, now, effects, broken=True)
     return Done()
 
 

@@ -43,8 +43,10 @@ def form(rounds: Rounds, prefix: str, now: float) -> bool:
     if len(order) < rounds.min_workers:
         return False
     rounds.number += 1
-    before = rounds.round.members.values() if rounds.round else ()
+    last, before = rounds.round, rounds.round.members.values() if rounds.round else ()
     rounds.round = _seat(rounds.number, f"{prefix}/{rounds.number}", order)
+    if last is not None and last.next_shares is not None and _same_ranks(last, rounds.round):
+        rounds.round.shares = last.next_shares
     remember(rounds, *sorted(member.incarnation for member in before if not member.live))
     for join in chosen:
         del rounds.waiting[join.incarnation]
@@ -132,6 +134,14 @@ def _seat(number: int, prefix: str, order: list[tuple[Join, Seat]]) -> Round:
         store_prefix=prefix,
         missing=len(members),
     )
+
+
+def _same_ranks(before: Round, after: Round) -> bool:
+    """True if each rank has the place that it had, and either all or none kept their processes."""
+    if 0 < before.live < before.world_size:  # one was lost meanwhile, and its successor may be as fast as the others
+        return False
+    one, other = ({(m.rank, m.node, m.local_rank) for m in round_.members.values()} for round_ in (before, after))
+    return one == other
 
 
 def _agents(joins: dict[str, Join]) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.rounds.members import DONE, EXITED, LOST, REPLACED, Census, Member, census_of
-from dlrover_hooks.protocol import Join, Phase, Seat, Seated
+from dlrover_hooks.protocol import Join, Phase, Seat, Seated, Shares
 
 
 class Waiting(msgspec.Struct):
@@ -40,6 +40,12 @@ class Round(msgspec.Struct):
     store_prefix: str
     missing: int
     """Live members that have not joined again."""
+    shares: Shares | None = None
+    """How its ranks share the micro-batches of a step; None: evenly."""
+    next_shares: Shares | None = None
+    """Once it is rebalanced: those of the next round, if all its ranks return."""
+    rebalance: str = ""
+    """Why it broke although no member was lost: it is rebalanced."""
     attempt: int = 0
     """The attempt that its members work on; 0 until all have attached."""
     attached: int = 0
@@ -421,4 +427,5 @@ def seated(rounds: Rounds, job: str, agent: str, after: int) -> Seated | None:
         master_addr=current.master_addr,
         master_port=current.master_port,
         store_prefix=current.store_prefix,
+        shares=current.shares,
     )

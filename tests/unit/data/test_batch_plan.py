@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
-from dlrover_hooks.data.batch_plan import BatchPlan
+from dlrover_hooks.data.batch_plan import BatchPlan, Tail, uneven_shares
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol import RankShare, Shares
 
 SHARES = [(b, N, world) for b, N in itertools.product((1, 3, 4), range(1, 8)) for world in range(1, N + 1)]
 
@@ -125,3 +128,67 @@ def test_a_batch_that_does_not_fit_names_what_does() -> None:
         fits, near = int(hint.split("batch_size=")[1].split()[0]), int(hint.split(", ")[-1].split()[0])
         assert BatchPlan(100, fits, arguments[2], 0, arguments[4])
         assert BatchPlan(100, arguments[1], near, 0, arguments[4])
+
+
+@st.composite
+def distributed(draw: st.DrawFn) -> list[BatchPlan]:
+    """The plans of all ranks, with shares as uneven as they can be."""
+    shares = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=5)))
+    b = draw(st.integers(1, 4))
+    tail: Tail = draw(st.sampled_from(["ghost", "drop", "carry"]))  # type: ignore[assignment]
+    G = b * sum(shares)
+    n = draw(st.integers(1 if tail == "ghost" else G, 3 * G))
+    return [BatchPlan(n, b, G, rank, len(shares), tail, shares) for rank in range(len(shares))]
+
+
+@given(plans=distributed())
+def test_with_any_shares_each_position_is_run_once_and_weights_add_up_to_one(plans: list[BatchPlan]) -> None:
+    first, q, seen = plans[0], 0, list[int]()
+    while not first.over(q):
+        steps = [plan.step(q) for plan in plans]
+        assert len({(one.end, one.samples) for one in steps}) == 1
+        assert math.isclose(sum(one.weight * (one.micro_batches / p.micro_batches if one.samples < p.global_batch_size
+                                              else 1.0) for one, p in zip(steps, plans, strict=True)), 1.0)  # fmt: skip
+        seen += [place for one in steps if not one.ghost for place in range(one.lo, one.hi)]
+        assert all(one.micro_batches <= plan.micro_batches for one, plan in zip(steps, plans, strict=True))
+        if steps[0].samples < first.global_batch_size:
+            assert first.tail_shares() == tuple(one.micro_batches for one in steps)
+        q = steps[0].end
+    assert seen == list(range(q))
+    assert q == first.behind(0) if first.tail != "drop" else q == first.full_steps() * first.global_batch_size
+    assert [plan.length() for plan in plans] == [
+        first.full_steps() * plan.shares[plan.rank] + (first.tail_shares()[plan.rank] if first.has_tail() else 0)
+        for plan in plans
+    ]
+
+
+@pytest.mark.parametrize("shares", [(3, 2), (4, 4, 0), (8, 0), (5, 4), (9, -1)])
+def test_shares_that_do_not_fit_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="do not distribute 8 micro-batches over 2 workers"):
+        BatchPlan(100, 2, 16, 0, 2, shares=shares)
+
+
+def test_the_plan_says_that_its_shares_are_uneven_on_purpose() -> None:
+    plan = BatchPlan(100, 2, 16, 0, 2, shares=(6, 2))
+    assert (plan.rebalanced, plan.most, plan.efficiency, plan.suggestion) == (True, 6, 8 / 12, None)
+    assert plan.summary.endswith("1 x 6, 1 x 2, because ranks differ in speed")
+    assert not BatchPlan(100, 2, 16, 0, 3).rebalanced
+
+
+@pytest.mark.parametrize(
+    ("told", "total", "world", "shares"),
+    [
+        (None, 8, 2, ()),
+        (Shares(8, (RankShare(1, 2),)), 8, 2, (6, 2)),
+        (Shares(11, (RankShare(1, 1),)), 11, 4, (4, 1, 3, 3)),
+        (Shares(8, (RankShare(1, 2),)), 9, 2, ()),
+        (Shares(8, (RankShare(2, 2),)), 8, 2, ()),
+        (Shares(8, (RankShare(0, 0),)), 8, 2, ()),
+        (Shares(8, (RankShare(0, 7),)), 8, 3, ()),
+        (Shares(8, (RankShare(0, 4), RankShare(1, 4))), 8, 2, ()),
+    ],
+)
+def test_told_shares_are_for_the_steps_that_they_are_for(
+    told: Shares | None, total: int, world: int, shares: tuple[int, ...]
+) -> None:
+    assert uneven_shares(told, total, world) == shares

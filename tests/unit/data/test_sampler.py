@@ -197,6 +197,25 @@ def test_default_global_batch_is_that_of_the_first_start() -> None:
     assert sampler.plan.micro_batches == 2
 
 
+def test_shares_of_the_round_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For steps of so many micro-batches, also once a state has told the global batch; even in another world."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("DLROVER_HOOKS_SHARES", '{"total":8,"ranks":[{"rank":1,"micro_batches":2}]}')
+    state = ElasticSampler(40, batch_size=2, global_batch_size=16).state_dict()
+    seen = list[int]()
+    for rank, share in ((0, 6), (1, 2)):
+        monkeypatch.setenv("RANK", str(rank))
+        sampler = ElasticSampler(40, batch_size=2)
+        assert sampler.plan.shares == (1, 1)
+        sampler.load_state_dict(state)
+        assert (sampler.plan.shares, sampler.plan.micro_batches) == ((6, 2), share)
+        seen += list(sampler)
+        assert ElasticSampler(40, batch_size=2, num_replicas=1, global_batch_size=16).plan.shares == (8,)
+    assert sorted(seen) == list(range(40))
+    sampler.resize(2, 1)
+    assert sampler.plan.shares == (4, 4)
+
+
 def test_world_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 
+from dlrover_hooks.data.batch_plan import even_shares, uneven_shares
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.master.core import events, heartbeats, job_registry, straggler_actions, stragglers, views
+from dlrover_hooks.master.core import (
+    events,
+    heartbeats,
+    job_registry,
+    micro_batch_shares,
+    straggler_actions,
+    stragglers,
+    views,
+)
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.straggler_actions import COOLDOWN_S
@@ -20,7 +32,11 @@ from dlrover_hooks.protocol import (
     Message,
     Phase,
     Preempt,
+    RankShare,
+    Seat,
+    Shares,
     ShowJob,
+    StepPhase,
     StepPhases,
     StragglerPolicy,
 )
@@ -34,6 +50,9 @@ SLOW = (0.3, 0.0)
 
 class SlowRound:
     """A round of nodes `a`, `b`, ... with two workers each, in a real core, and the windows of its ranks."""
+
+    total = 0
+    """Micro-batches of a step; 0: as they cannot differ."""
 
     def __init__(self, *nodes: str, least: int, serves: str = "a", **more: Any) -> None:
         self.state, self.nodes, self.now, self.lives = job_registry.Master(), Nodes(), 1000.0, 0
@@ -72,6 +91,29 @@ class SlowRound:
     def gone(self) -> dict[int, str | None]:
         return {member.rank: member.gone for member in self.members().values()}
 
+    def shares(self) -> tuple[int, ...]:
+        """As the workers read them."""
+        world = len(self.members())
+        assert self.job.rounds.round is not None
+        return uneven_shares(self.job.rounds.round.shares, self.total, world) or even_shares(self.total, world)
+
+    def return_all(self) -> None:
+        """The members keep their processes and join again, a lost one has a successor at its place; then all attach."""
+        for name, member in sorted(self.members().items(), key=lambda one: one[1].live):
+            seats = (Seat(name if member.live else f"{name}-next", member.local_rank),)
+            self.send(
+                self.request(
+                    member.node,
+                    len(self.members()),
+                    incarnation=seats[0].incarnation,
+                    seats=seats,
+                    launcher=member.agent,
+                )
+            )
+        for name, member in self.members().items():
+            self.send(Attach(job="job", incarnation=name, node=member.node, pid=1))
+        assert self.phase() is Phase.TRAINING
+
     def view(self, node: str) -> JobView:
         reply = views.query(self.state, self.nodes, ShowJob("job", node))
         assert isinstance(reply, JobView)
@@ -84,12 +126,19 @@ class SlowRound:
             self.now += 10.0
             for name, member in sorted(self.members().items(), key=lambda one: -one[1].rank):
                 compute, network = SLOW if member.rank in slow else FAST
-                window = StepPhases(int(self.now), 50, 10.0, 0.35, 0.01, compute, 0.01, 0.0, network, policy=policy)
+                mine = self.shares()[member.rank] if self.total else 0
+                if self.total:
+                    compute = (0.3 if member.rank in slow else 0.1) * mine
+                    network = 1.0 - compute
+                window = StepPhases(
+                    int(self.now), 50, 10.0, 0.35 if not self.total else 1.0, 0.01, compute, 0.01, 0.0, network,
+                    policy=policy, micro_batches=mine, total_micro_batches=self.total,
+                )  # fmt: skip
                 heartbeats.beat(self.nodes, ("job", name), self.now, step=5, phases=window)
                 found = stragglers.found(self.nodes, self.job, name, self.now)
                 said += found.lines
-                if found.ends is not None:
-                    self.send(found.ends)
+                if found.acts is not None:
+                    self.send(found.acts)
                 if self.phase() is not Phase.TRAINING:
                     return said
         return said
@@ -245,8 +294,9 @@ def test_a_verdict_that_comes_too_late_ends_nothing(policy: StragglerPolicy) -> 
     ranks = SlowRound("a", "b", "c", least=4)
     members = {member.rank: member for member in ranks.members().values()}
     slow, number = members[3], ranks.job.rounds.number
-    verdict = straggler_actions.response(ranks.job, slow, policy, "it is slow", ranks.now).ends
-    assert verdict is not None
+    seen = straggler_actions.SlowRank(slow, policy, StepPhase.COMPUTE, (), "it is slow")
+    verdict = straggler_actions.response(ranks.job, seen, ranks.now).acts
+    assert isinstance(verdict, events.EndSlow)
     ranks.send(events.EndSlow("job", number + 1, verdict.incarnations, policy, "it is slow"))
     assert set(ranks.gone().values()) == {None}
     ranks.job.rounds.min_workers = 6
@@ -270,3 +320,159 @@ def test_a_round_that_ends_anyway_is_left_alone(how: str) -> None:
     said = ranks.windows(RELAUNCH, 2)
     assert [text.rpartition(", ")[2] for text in said] == ["for 30 s"]
     assert ranks.phase() is Phase.TRAINING
+
+
+REBALANCE = StragglerPolicy.REBALANCE
+
+
+def sharing(total: int, *nodes: str, **more: Any) -> SlowRound:
+    ranks = SlowRound(*nodes, least=2, **more)
+    ranks.total = total
+    return ranks
+
+
+def test_a_slow_rank_gets_fewer_micro_batches_and_nobody_ends() -> None:
+    ranks = sharing(16, "a", "b")
+    said = ranks.windows(REBALANCE, 3)
+    assert action(said) == [
+        "A micro-batch takes it 3 times as long as the others: it runs 1 of 16 in a step now, was 4 (1 of 3 actions "
+        "because of slow ranks)"
+    ]
+    assert (ranks.phase(), set(ranks.gone().values())) == (Phase.BROKEN, {None})
+    assert ranks.view("a").rebalance.endswith("it runs 1 of 16 in a step now, was 4")
+    assert ranks.job.failures == 0
+    before = ranks.job.rounds.number
+    ranks.return_all()
+    assert ranks.job.rounds.number == before + 1
+    assert ranks.shares() == (5, 5, 5, 1)
+    assert ranks.view("a").shares == Shares(16, (RankShare(3, 1),))
+    assert ranks.view("a").rebalance == ""
+    assert ranks.windows(REBALANCE, 3, count=9) == ["rank 3 (b) is no longer slow, after 30 s"]
+
+
+def test_shares_are_even_again_once_the_rank_is_as_fast_as_the_others() -> None:
+    ranks = sharing(8, "a")
+    ranks.windows(REBALANCE, 1)
+    ranks.return_all()
+    assert ranks.shares() == (6, 2)
+    ranks.now += COOLDOWN_S
+    said = ranks.windows(REBALANCE)
+    assert "A micro-batch takes it 1 times as long as the others: it runs 4 of 8 in a step now, was 6" in said[0]
+    ranks.return_all()
+    assert ranks.shares() == (4, 4)
+
+
+@pytest.mark.parametrize("how", ["lost", "grown"])
+def test_shares_are_even_in_another_world(how: str) -> None:
+    """A rank is lost while the round re-forms, or a later round has other members."""
+    ranks = sharing(16, "a", "b")
+    ranks.windows(REBALANCE, 3)
+    names = {member.rank: name for name, member in ranks.members().items()}
+    if how == "lost":
+        ranks.send(events.Lost("job", names[3], "silent"))
+        ranks.return_all()
+    else:
+        ranks.return_all()
+        assert ranks.shares() == (5, 5, 5, 1)
+        ranks.form("a", "b", "c")
+    assert ranks.shares() == even_shares(16, 4 if how == "lost" else 6)
+    assert ranks.view("a").shares is None
+
+
+def test_processes_that_are_started_again_at_the_same_places_take_the_shares() -> None:
+    ranks = sharing(16, "a", "b")
+    ranks.windows(REBALANCE, 3)
+    ranks.form("a", "b")
+    assert ranks.shares() == (5, 5, 5, 1)
+    assert ranks.job.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "said"),
+    [
+        (4, "each rank runs 1 micro-batch of a step. A smaller batch_size with the same global_batch_size makes more"),
+        (
+            5,
+            "it runs 1 of the 5 micro-batches of a step, and no other distribution makes steps much shorter. A smaller",
+        ),
+        (0, "its ranks cannot run different numbers of micro-batches"),
+    ],
+)
+def test_what_would_help_is_said_if_nothing_can_be_moved(total: int, said: str) -> None:
+    ranks = sharing(total, "a", "b")
+    found = ranks.windows(REBALANCE, 3)
+    assert f". Nothing is done: {said}" in found[0]
+    assert (len(found), ranks.phase(), ranks.job.slow.count) == (1, Phase.TRAINING, 0)
+
+
+def test_budget_and_cooldown_are_those_of_the_other_policies() -> None:
+    ranks = sharing(16, "a", "b")
+    ranks.windows(REBALANCE, 3)
+    ranks.return_all()
+    assert any("the last such action was" in text for text in ranks.windows(REBALANCE, 0))
+    ranks.job.slow = msgspec.structs.replace(ranks.job.slow, count=3)
+    ranks.windows(REBALANCE, count=4)
+    assert any("has used up its 3 actions" in text for text in ranks.windows(REBALANCE, 0))
+    assert ranks.phase() is Phase.TRAINING
+
+
+@pytest.mark.parametrize("late", ["round", "gone", "preempted", "spent"])
+def test_shares_that_come_too_late_change_nothing(late: str) -> None:
+    ranks = sharing(16, "a", "b")
+    names = {member.rank: name for name, member in ranks.members().items()}
+    number = ranks.job.rounds.number + (late == "round")
+    event = events.Reshare("job", number, names[3], Shares(16, (RankShare(3, 1),)), "it is slow")
+    if late == "gone":
+        ranks.send(events.Lost("job", names[3], "silent"))
+    elif late == "preempted":
+        ranks.send(Preempt("job", names[1], "a", 25.0, "SIGTERM"))
+    elif late == "spent":
+        ranks.job.slow = msgspec.structs.replace(ranks.job.slow, count=3)
+    before = ranks.phase()
+    ranks.send(event)
+    assert ranks.phase() is before
+    assert ranks.view("a").rebalance == ""
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), costs=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5))
+def test_no_distribution_is_shorter(data: st.DataObject, costs: list[float]) -> None:
+    total = data.draw(st.integers(len(costs), len(costs) + 9))
+    shares = micro_batch_shares.shortest(total, costs)
+    assert sum(shares) == total
+    assert min(shares) >= 1
+    every = (one for one in product(range(1, total + 1), repeat=len(costs)) if sum(one) == total)
+    least = min(max(share * cost for share, cost in zip(one, costs, strict=True)) for one in every)
+    assert max(share * cost for share, cost in zip(shares, costs, strict=True)) <= least * (1 + 1e-9)
+    equal = micro_batch_shares.shortest(total, [0.3] * len(costs))
+    assert tuple(equal) == even_shares(total, len(costs))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), world=st.integers(2, 6))
+def test_workers_read_the_shares_that_were_chosen(data: st.DataObject, world: int) -> None:
+    """What is sent names the slow ranks only."""
+    total = data.draw(st.integers(world, 40))
+    slow = data.draw(st.sets(st.integers(0, world - 1), min_size=1, max_size=(world - 1) // 2 or 1))
+    counts = even_shares(total, world)
+    windows = [
+        StepPhases(1, 50, 10.0, 100.0, 0.0, (3.0 if rank in slow else 1.0) * counts[rank], 0.0, 0.0, 1.0,
+                   micro_batches=counts[rank], total_micro_batches=total)
+        for rank in range(world)
+    ]  # fmt: skip
+    found = micro_batch_shares.rebalance(windows, min(slow), StepPhase.COMPUTE, factor=1.5, least=0.0001)
+    if isinstance(found, micro_batch_shares.Rebalance):
+        costs = [3.0 if rank in slow else 1.0 for rank in range(world)]
+        assert uneven_shares(found.shares, total, world) == tuple(micro_batch_shares.shortest(total, costs))
+
+
+def test_a_rank_with_one_more_micro_batch_is_not_slow() -> None:
+    """3 micro-batches on 2 equally fast ranks: the others do wait, and no rank is to blame."""
+    windows = [
+        StepPhases(1, 50, 10.0, 0.25, 0.01, 0.1 * count, 0.01, 0.0, 0.2 - 0.1 * count, micro_batches=count,
+                   total_micro_batches=3)
+        for count in (2, 1)
+    ]  # fmt: skip
+    assert stragglers.slow_ranks(windows) == {}
+    unknown = [msgspec.structs.replace(one, micro_batches=0, total_micro_batches=0) for one in windows]
+    assert list(stragglers.slow_ranks(unknown)) == [0]

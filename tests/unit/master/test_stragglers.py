@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks.master.core import heartbeats, job_registry, stragglers
-from dlrover_hooks.master.core.events import EndSlow
+from dlrover_hooks.master.core.events import EndSlow, Reshare
 from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
 from dlrover_hooks.protocol import StepPhase, StepPhases, StragglerPolicy
 from dlrover_hooks.worker.step_clock import WINDOW_STEPS, StepClock
@@ -43,7 +43,7 @@ class SimulatedJob:
         self.times = [Clock() for _ in range(ranks)]
         self.clocks = [StepClock(now) for now in self.times]
         self.said: list[str] = []
-        self.ends: list[EndSlow] = []
+        self.ends: list[EndSlow | Reshare] = []
         self.policy = StragglerPolicy.REPORT
         self.step, self.beaten_at = 0, 0.0
 
@@ -85,7 +85,7 @@ class SimulatedJob:
                 heartbeats.beat(self.nodes, ("job", name), self.beaten_at, step=self.step, phases=phases)
                 found = stragglers.found(self.nodes, self.state.jobs["job"], name, self.beaten_at)
                 self.said += found.lines
-                self.ends += [found.ends] if found.ends is not None else []
+                self.ends += [found.acts] if found.acts is not None else []
 
     def pulse(self, rank: int) -> LivenessLease:
         return self.nodes.pulses["job", f"w{rank}"]
