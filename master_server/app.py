@@ -278,6 +278,11 @@ class _Reply(Response):
         self.status_code, self.background, self.body = 200, None, msgspec.json.encode(message)
         self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See starlette's Response. uvicorn's `send`, which examines each header, takes a tenth of a lease's CPU time."""
+        if not scope["state"]["connection"].send_whole(scope, self.raw_headers, self.body):
+            await super().__call__(scope, receive, send)
+
 
 def _header_value(text: str) -> bytes:
     """As clients send it: in Latin-1 if possible."""

@@ -210,6 +210,26 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None:
             super().on_message_complete()
 
+    def send_whole(self, scope: MutableMapping[str, Any], headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Send the complete response, with status 200, to the request of `scope`, in one write. The headers are ours.
+
+        False, and nothing is sent, if uvicorn's way is needed: the request is not the newest of its connection, the
+        client reads too slowly, is gone, or does not keep the connection open.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or cycle.response_started:
+            return False
+        if cycle.disconnected or self.flow.write_paused or not cycle.keep_alive:
+            return False
+        parts = [STATUS_LINE[200]]
+        for name, value in (*cycle.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+        self.transport.write(b"".join((*parts, b"\r\n", body)))
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.on_response()
+        return True
+
     def on_response_complete(self) -> None:
         """Called when a response is written. Nothing of its request is kept, and no timer is started."""
         if self.pipeline or self.transport.is_closing():

@@ -151,6 +151,9 @@ class Liveness:
 
     def heard_of(self, event: Message) -> None:
         """An event shows that its sender is alive; others end the tracking of a process, or of a job's nodes."""
+        if isinstance(event, (Join, TakeLeases, RegisterTask)):  # first: no other event is as frequent as TakeLeases
+            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
+            return
         if isinstance(event, DeleteJob | ForgetFinished):
             node_vitals.forget_all_but(self._nodes, self._state().jobs)
         elif isinstance(event, Leave | Exited | Lost) and (job := self._state().jobs.get(event.job)) is not None:
@@ -160,8 +163,6 @@ class Liveness:
         elif isinstance(event, OpenLedger):
             name = (event.job, event.incarnation)
             self._heard(name, self._worker_s(name))
-        elif isinstance(event, (Join, TakeLeases, RegisterTask)):
-            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
         elif isinstance(event, Leave):
             heartbeats.forget(self._nodes, (event.job, event.incarnation))
         elif isinstance(event, Exited):
