@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -33,6 +34,8 @@ BODY_LIMIT_BYTES = 16 * 2**20
 PROTOCOL_HEADER = "X-Dlrover-Hooks-Protocol"
 KEY_HEADER = "Idempotency-Key"
 _PROTOCOL_HEADER, _KEY_HEADER = PROTOCOL_HEADER.lower().encode(), KEY_HEADER.lower().encode()
+_KEY = re.compile(r"([^/]+)/([^/]+)/([0-9]{1,15})")
+"""INCARNATION/CHANNEL/SEQ."""
 _SPOKEN = (b"%d" % PROTOCOL, b"%d" % (PROTOCOL - 1))
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -262,13 +265,13 @@ def _key(headers: Mapping[bytes, bytes], message: Message) -> Key | None:
     if found is None:
         return None
     text = found.decode("latin-1")
-    parts = text.split("/")
-    if len(parts) != 3 or not all(parts) or not (parts[2].isascii() and parts[2].isdigit()) or len(parts[2]) > 15:
+    if (parts := _KEY.fullmatch(text)) is None:
         error = BadRequest(f"{KEY_HEADER} {text!r} is malformed.", hint="Expected INCARNATION/CHANNEL/SEQ.")
         raise _with_status(error, 400)
-    if parts[0] != getattr(message, "incarnation", parts[0]):
+    incarnation, channel, seq = parts.groups()
+    if incarnation != getattr(message, "incarnation", incarnation):
         raise BadRequest(f"{KEY_HEADER} {text!r} is not the sender's.", hint="Start it with the message's incarnation.")
-    return Key(incarnation=parts[0], channel=parts[1], seq=int(parts[2]))
+    return Key(incarnation=incarnation, channel=channel, seq=int(seq))
 
 
 class _Reply(Response):
@@ -277,6 +280,11 @@ class _Reply(Response):
     def __init__(self, message: Message) -> None:
         self.status_code, self.background, self.body = 200, None, msgspec.json.encode(message)
         self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See starlette's Response. uvicorn's `send` examines each header, and is called twice."""
+        if not scope["state"]["connection"].send_whole(scope, self.raw_headers, self.body):
+            await super().__call__(scope, receive, send)
 
 
 def _header_value(text: str) -> bytes:

@@ -47,6 +47,12 @@ class UnauthenticatedConnections:
         self._open: dict[Connection, asyncio.TimerHandle] = {}
         self._count = 0
         """Of all connections, with and without the token."""
+        self._addresses: dict[tuple[str, int | None] | None, tuple[str, int | None] | None] = {}
+        """Of this machine, at which peers have connected: thousands of connections share one object."""
+
+    def same_address(self, server: tuple[str, int | None] | None) -> tuple[str, int | None] | None:
+        """An object equal to `server`, the same one for each connection."""
+        return self._addresses.setdefault(server, server)
 
     def add(self, connection: Connection) -> bool:
         """Register an accepted connection. False: there are too many, and its first request is to be refused."""
@@ -77,19 +83,22 @@ class _Pipeline(list[Any]):
         self.insert(0, one)
 
 
-class _SmallEvent(asyncio.Event):
-    """Its empty list of waiters takes 56 bytes; asyncio's deque takes 700."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiters: list[asyncio.Future[Any]] = []  # type: ignore[assignment]
+_BODY_IS_READ = asyncio.Event()
+"""Replaces the event of each request whose body was read, as nobody waits for it any more: one takes 800 bytes."""
 
 
 class _FlowControl(FlowControl):
+    """Makes its event when the peer reads too slowly: uvicorn waits for it, and sets it, only then."""
+
     def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__(transport)
-        self._is_writable_event = _SmallEvent()
-        self._is_writable_event.set()
+        self._transport = transport
+        self.read_paused = self.write_paused = False
+
+    def pause_writing(self) -> None:
+        """See asyncio.BaseProtocol."""
+        if not self.write_paused:
+            self._is_writable_event = asyncio.Event()
+        super().pause_writing()
 
 
 class Connection(HttpToolsProtocol):
@@ -134,6 +143,7 @@ class Connection(HttpToolsProtocol):
         """See asyncio.Protocol."""
         super().connection_made(transport)
         self.flow = _FlowControl(transport)
+        self.server = self._strangers.same_address(self.server)
         self._admitted = self._strangers.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -177,10 +187,7 @@ class Connection(HttpToolsProtocol):
         """Parser callback."""
         self._in_head, self._advanced = False, True
         self._stop_head_timer()
-        before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not None and self.cycle is not before:
-            self.cycle.message_event = _SmallEvent()  # nobody waits for the other one yet: the app runs later
 
     def await_loss(self, scope: MutableMapping[str, Any], task: asyncio.Task[Any] | None) -> None:
         """`task`, which has read the request of `scope`, begins a long-poll. Raises ClientDisconnect.
@@ -193,6 +200,7 @@ class Connection(HttpToolsProtocol):
         self.waiting = task
         if self.scope is scope:  # else the next request has arrived already
             self.headers = []
+            self.cycle.message_event = _BODY_IS_READ
             self.parser = None  # pyright: ignore[reportAttributeAccessIssue]
         needed = {name: scope[name] for name in ("type", "method", "path", "state")}
         scope.clear()
@@ -209,6 +217,26 @@ class Connection(HttpToolsProtocol):
         self._advanced = True
         if self.cycle is not None:
             super().on_message_complete()
+
+    def send_whole(self, scope: MutableMapping[str, Any], headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Send the complete response, with status 200, to the request of `scope`, in one write. The headers are ours.
+
+        False, and nothing is sent, if uvicorn's way is needed: the request is not the newest of its connection, the
+        client reads too slowly, is gone, or does not keep the connection open.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or cycle.response_started:
+            return False
+        if cycle.disconnected or self.flow.write_paused or not cycle.keep_alive:
+            return False
+        parts = [STATUS_LINE[200]]
+        for name, value in (*cycle.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+        self.transport.write(b"".join((*parts, b"\r\n", body)))
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.on_response()
+        return True
 
     def on_response_complete(self) -> None:
         """Called when a response is written. Nothing of its request is kept, and no timer is started."""

@@ -163,7 +163,8 @@ class Runtime:
             done: asyncio.Future[Message] = self._loop.create_future()
             self._answer_after_commits(done, reply)
             return await done
-        await self._writable()
+        if self._refuses:
+            await self._writable()
         if isinstance(event, Attach) and event.save_to is not None:
             return await self._attach(event, event.save_to.rstrip("/"), key)
         return await asyncio.shield(self._enqueue(event, key))

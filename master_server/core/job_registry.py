@@ -83,7 +83,7 @@ def repeated(state: Master, event: Message, key: Key) -> Message | None:
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
-    if isinstance(event, ScaleTasks | JoinCheck) or (isinstance(event, OpenLedger) and event.free):
+    if isinstance(event, (ScaleTasks, JoinCheck)) or (isinstance(event, OpenLedger) and event.free):
         return _create(state, event, now, key)
     if isinstance(event, DeleteJob):
         return _delete(state, event)

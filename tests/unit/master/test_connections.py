@@ -19,7 +19,7 @@ from dlrover_hooks.master.core import views
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.protocol import Watch
+from dlrover_hooks.protocol import Leases, Ledger, Message, OpenLedger, Partition, Routes, TakeLeases, Watch
 from dlrover_hooks.testing import StorageFake
 
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -53,6 +53,7 @@ async def serving(limits: Limits, served: Any = app) -> AsyncIterator[Any]:
     config.load()
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])
+    await server.on_tick(0)  # makes the Date header
     peers: list[Peer] = []
 
     async def connect() -> Peer:
@@ -228,3 +229,70 @@ def test_a_bug_in_a_long_poll_is_answered(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setitem(views._TABLE, Watch, broken)
     asyncio.run(scenario())
     assert "POST /v1/watch failed" in caplog.text
+
+
+def post(message: Message, header: bytes = b"") -> bytes:
+    """The request that sends `message`."""
+    body = msgspec.json.encode(message)
+    head = b"host: 127.0.0.1\r\ncontent-type: application/json\r\n" + header
+    path = Routes.by_request[type(message)].path.encode()
+    return b"POST %s HTTP/1.1\r\n%scontent-length: %d\r\n\r\n%s" % (path, head, len(body), body)
+
+
+def split(answers: bytes) -> list[tuple[bytes, bytes]]:
+    """Head and body of each answer."""
+    found = list[tuple[bytes, bytes]]()
+    while answers:
+        head, _, answers = answers.partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        found.append((head, answers[:length]))
+        answers = answers[length:]
+    return found
+
+
+def test_replies_are_in_the_order_of_their_requests_and_the_connection_closes_if_asked() -> None:
+    """Sent at once, so that some replies go out in one write and others as uvicorn does it."""
+    ledger = OpenLedger("job", "h", "data", "f", (Partition(end=100),), 100, batch_size=1, shard_size=8, free=True)
+    take = TakeLeases("job", "h", "data", 1, 1)
+
+    async def scenario() -> list[tuple[bytes, bytes]]:
+        runtime = Runtime(SqliteJournal(), storage=StorageFake())
+        runtime.start()
+        async with serving(Limits(), App(runtime, Metrics()).asgi) as connect:
+            peer = await connect()
+            peer[1].write(post(ledger) + post(take) + post(take))
+            peer[1].write(post(take, b"connection: close\r\n"))
+            answers = split(await end(peer))
+        await runtime.close()
+        return answers
+
+    answers = asyncio.run(scenario())
+    assert [head.partition(b"\r\n")[0] for head, _ in answers] == [b"HTTP/1.1 200 OK"] * 4
+    assert all(b"\r\ndate: " in head and b"\r\ncontent-type: application/json" in head for head, _ in answers)
+    assert [b"connection: close" in head for head, _ in answers] == [False, False, False, True]
+    msgspec.json.decode(answers[0][1], type=Ledger)
+    lent = [msgspec.json.decode(body, type=Leases).leases[0].lo for _, body in answers[1:]]
+    assert lent == [0, 8, 16]
+
+
+def test_a_slow_reader_gets_the_whole_response() -> None:
+    """It is written as the peer reads it."""
+    size, parts = 2**20, 16
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        for left in range(parts, 0, -1):
+            waited.append(scope["state"]["connection"].flow.write_paused)
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": left > 1})
+
+    async def scenario() -> bytes:
+        async with serving(Limits(), large) as connect:
+            peer = await connect()
+            peer[1].write(b"GET / HTTP/1.0\r\n\r\n")
+            return await end(peer)
+
+    waited = list[bool]()
+    answer = asyncio.run(scenario())
+    assert any(waited), "the peer was never too slow: send more"
+    assert answer.count(b"\0") == parts * size
