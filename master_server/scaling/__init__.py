@@ -5,7 +5,7 @@ fit of a model. Entry point: `LocalOptimizer`.
 """
 
 from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
-from dlrover_hooks.master.scaling.observations import JobSample, NodeUse
+from dlrover_hooks.master.scaling.observations import JobSample, NodeSample
 from dlrover_hooks.master.scaling.optimizer import OptimizeStage, ResourceOptimizer
 from dlrover_hooks.master.scaling.plans import (
     Node,
@@ -23,9 +23,9 @@ __all__ = [
     "Node",
     "NodeGroupResource",
     "NodeResource",
+    "NodeSample",
     "NodeStatus",
     "NodeType",
-    "NodeUse",
     "OptimizeStage",
     "ResourceLimits",
     "ResourceOptimizer",

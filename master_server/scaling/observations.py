@@ -11,7 +11,7 @@ from dlrover_hooks.master.scaling.plans import NodeResource
 from dlrover_hooks.protocol import NodeType
 
 
-class NodeUse(msgspec.Struct, frozen=True):
+class NodeSample(msgspec.Struct, frozen=True):
     """One node: what it has, and of that how many CPU cores (mean) and MiB (highest) it used."""
 
     name: str
@@ -30,7 +30,7 @@ class JobSample(msgspec.Struct, frozen=True):
     """The speed of a job in steps per second, summed over workers that step apart, and its nodes in that window."""
 
     speed: float
-    nodes: tuple[NodeUse, ...]
+    nodes: tuple[NodeSample, ...]
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.speed) or self.speed < 0:
@@ -38,6 +38,6 @@ class JobSample(msgspec.Struct, frozen=True):
                 f"sample of a job: its speed is {self.speed}", hint="give finite steps per second, at least 0"
             )
 
-    def of(self, kind: NodeType) -> list[NodeUse]:
+    def of(self, kind: NodeType) -> list[NodeSample]:
         """The nodes of a type, in order of the sample."""
         return [node for node in self.nodes if node.type is kind]

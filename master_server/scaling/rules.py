@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover_hooks.master.scaling.observations import JobSample, NodeUse
+from dlrover_hooks.master.scaling.observations import JobSample, NodeSample
 from dlrover_hooks.master.scaling.plans import Node, NodeGroupResource, NodeResource, ResourceLimits, ResourcePlan
 from dlrover_hooks.protocol import NodeType
 
@@ -106,7 +106,7 @@ def after_out_of_memory(
     return ResourcePlan(groups, single)
 
 
-def _needs_servers(killed: Sequence[Node], present: Sequence[NodeUse]) -> bool:
+def _needs_servers(killed: Sequence[Node], present: Sequence[NodeSample]) -> bool:
     """Whether the model is too large for the servers, not the part of one of them too large for it."""
     if max(node.config_resource.memory for node in killed) >= MAX_MEMORY:
         return True

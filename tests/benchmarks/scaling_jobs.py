@@ -9,8 +9,8 @@ from dlrover_hooks.master.scaling import (
     LocalOptimizer,
     NodeGroupResource,
     NodeResource,
+    NodeSample,
     NodeType,
-    NodeUse,
     OptimizeStage,
     ResourceLimits,
 )
@@ -31,7 +31,7 @@ def ps_job(seed: int) -> PsSpeedModel:
 def sample(ps: int, workers: int, speed: float) -> JobSample:
     """Of a job whose nodes have one core and use half of it."""
     kinds = [(NodeType.PS, number) for number in range(ps)] + [(NodeType.WORKER, number) for number in range(workers)]
-    return JobSample(speed, tuple(NodeUse(f"{kind.value}-{n}", kind, SIZE, 0.5, 512) for kind, n in kinds))
+    return JobSample(speed, tuple(NodeSample(f"{kind.value}-{n}", kind, SIZE, 0.5, 512) for kind, n in kinds))
 
 
 def scaled(truth: PsSpeedModel, seed: int, noise: float, windows: int = 24) -> tuple[float, int]:

@@ -16,8 +16,8 @@ from dlrover_hooks.master.scaling import (
     Node,
     NodeGroupResource,
     NodeResource,
+    NodeSample,
     NodeType,
-    NodeUse,
     OptimizeStage,
     ResourceLimits,
     ResourceOptimizer,
@@ -37,8 +37,8 @@ def seen(
 ) -> JobSample:
     """Servers that use so many cores each; workers that use 2 cores and 1000 MiB."""
     used = zip(ps, memory or [2000] * len(ps), strict=True)
-    servers = [NodeUse(f"ps-{n}", NodeType.PS, size, cpu, mib) for n, (cpu, mib) in enumerate(used)]
-    others = [NodeUse(f"worker-{n}", NodeType.WORKER, WORKER_SIZE, 2, 1000) for n in range(workers)]
+    servers = [NodeSample(f"ps-{n}", NodeType.PS, size, cpu, mib) for n, (cpu, mib) in enumerate(used)]
+    others = [NodeSample(f"worker-{n}", NodeType.WORKER, WORKER_SIZE, 2, 1000) for n in range(workers)]
     return JobSample(speed, (*servers, *others))
 
 
