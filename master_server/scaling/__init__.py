@@ -1,0 +1,34 @@
+"""Which resources a job should have: plans, the models of its speed, and the optimizer of a single job.
+
+Pure: no clock, I/O or threads. Nothing starts or stops nodes here. scipy (extra `scaling`) is imported at the first
+fit of a model. Entry point: `LocalOptimizer`.
+"""
+
+from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
+from dlrover_hooks.master.scaling.observations import JobSample, NodeSample
+from dlrover_hooks.master.scaling.optimizer import OptimizeStage, ResourceOptimizer
+from dlrover_hooks.master.scaling.plans import (
+    Node,
+    NodeGroupResource,
+    NodeResource,
+    ResourceLimits,
+    ResourcePlan,
+    ScalePlan,
+)
+from dlrover_hooks.protocol import NodeStatus, NodeType
+
+__all__ = [
+    "JobSample",
+    "LocalOptimizer",
+    "Node",
+    "NodeGroupResource",
+    "NodeResource",
+    "NodeSample",
+    "NodeStatus",
+    "NodeType",
+    "OptimizeStage",
+    "ResourceLimits",
+    "ResourceOptimizer",
+    "ResourcePlan",
+    "ScalePlan",
+]

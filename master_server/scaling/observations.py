@@ -1,0 +1,43 @@
+"""What was measured of a job over one window."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.master.scaling.plans import NodeResource
+from dlrover_hooks.protocol import NodeType
+
+
+class NodeSample(msgspec.Struct, frozen=True):
+    """One node: what it has, and of that how many CPU cores (mean) and MiB (highest) it used."""
+
+    name: str
+    type: NodeType
+    config_resource: NodeResource
+    cpu: float
+    memory: int
+
+    @property
+    def cpu_share(self) -> float:
+        """Used cores by configured ones; 0 where the configured ones are not known."""
+        return self.cpu / self.config_resource.cpu if self.config_resource.cpu else 0.0
+
+
+class JobSample(msgspec.Struct, frozen=True):
+    """The speed of a job in steps per second, summed over workers that step apart, and its nodes in that window."""
+
+    speed: float
+    nodes: tuple[NodeSample, ...]
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.speed) or self.speed < 0:
+            raise UsageError(
+                f"sample of a job: its speed is {self.speed}", hint="give finite steps per second, at least 0"
+            )
+
+    def of(self, kind: NodeType) -> list[NodeSample]:
+        """The nodes of a type, in order of the sample."""
+        return [node for node in self.nodes if node.type is kind]

@@ -1,0 +1,148 @@
+"""What a job should have (`ResourcePlan`) and which nodes are started and stopped for it (`ScalePlan`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import msgspec
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol import NodeStatus, NodeType
+
+
+class NodeResource(msgspec.Struct, frozen=True):
+    """Of one node: CPU cores, MiB of memory, GPUs. 0: not limited, or not known.
+
+    Raises `UsageError` if an amount is negative or not a finite number.
+    """
+
+    cpu: float = 0.0
+    memory: int = 0
+    gpu_type: str = ""
+    gpu_num: int = 0
+    priority: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", "memory", "gpu_num"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise UsageError(f"node resource: {name} is {value}", hint="give a finite amount of at least 0")
+
+
+class NodeGroupResource(msgspec.Struct, frozen=True):
+    """All nodes of one type: how many, and what each of them has. Raises `UsageError` if `count` is negative."""
+
+    count: int = 0
+    node_resource: NodeResource = NodeResource()
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise UsageError(f"node group: count is {self.count}", hint="give a count of at least 0")
+
+
+class ResourcePlan(msgspec.Struct, frozen=True):
+    """What a job should have: by type of node (a value of `NodeType`), and for single nodes by their name.
+
+    Empty: nothing changes. The two dictionaries are filled while the plan is made; call `check` before it is used.
+    """
+
+    node_group_resources: dict[str, NodeGroupResource] = msgspec.field(default_factory=dict)
+    node_resources: dict[str, NodeResource] = msgspec.field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it changes nothing."""
+        return not self.node_group_resources and not self.node_resources
+
+    def check(self, nodes: Collection[str]) -> None:
+        """Raise `UsageError` if a type of node is unknown, or a node is not one of `nodes`."""
+        _check_types(self.node_group_resources)
+        if unknown := sorted(set(self.node_resources) - set(nodes)):
+            raise UsageError(f"resource plan: unknown node {unknown[0]}", hint="name a node that the job has")
+
+
+class ResourceLimits(msgspec.Struct, frozen=True):
+    """Of a whole job: CPU cores and MiB of memory, and how many nodes of each type it may have.
+
+    The defaults of the counts are those of DLRover's optimizer. Raises `UsageError` if no plan can satisfy them.
+    """
+
+    cpu: float
+    memory: int
+    min_workers: int = 1
+    max_workers: int = 60
+    max_ps: int = 15
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.cpu) and self.cpu >= 1 and self.memory >= 1024):
+            raise UsageError(
+                f"limits of the job: {self.cpu} cores and {self.memory} MiB",
+                hint="a node needs at least 1 core and 1024 MiB",
+            )
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise UsageError(
+                f"limits of the job: min_workers {self.min_workers}, max_workers {self.max_workers}",
+                hint="give 1 <= min_workers <= max_workers",
+            )
+        if self.max_ps < 1:
+            raise UsageError(f"limits of the job: max_ps is {self.max_ps}", hint="give at least 1")
+        if self.min_workers > self.cpu or self.min_workers * 1024 > self.memory:
+            raise UsageError(
+                f"limits of the job: {self.cpu} cores, {self.memory} MiB are too little for {self.min_workers} workers",
+                hint="a worker needs at least 1 core and 1024 MiB; raise the limits, or lower min_workers",
+            )
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One node of a job. Without a name it is called by its type and id, as in `worker-0`."""
+
+    type: NodeType
+    id: int
+    config_resource: NodeResource = NodeResource()
+    name: str = ""
+    status: NodeStatus = NodeStatus.INITIAL
+
+    def __post_init__(self) -> None:
+        if self.id < 0:
+            raise UsageError(f"node: id is {self.id}", hint="give an id of at least 0")
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", f"{self.type.value}-{self.id}")
+
+
+class ScalePlan(msgspec.Struct):
+    """Which nodes are started and stopped. Not frozen: one thread fills it, then it is handed on and left alone.
+
+    `node_group_resource` is the group of the workers in `node_group_resources`.
+    """
+
+    node_group_resources: dict[str, NodeGroupResource] = msgspec.field(default_factory=dict)
+    launch_nodes: list[Node] = msgspec.field(default_factory=list)
+    remove_nodes: list[Node] = msgspec.field(default_factory=list)
+    ps_addrs: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def node_group_resource(self) -> NodeGroupResource | None:
+        """The group of the workers. None: it stays as it is."""
+        return self.node_group_resources.get(NodeType.WORKER.value)
+
+    @node_group_resource.setter
+    def node_group_resource(self, group: NodeGroupResource) -> None:
+        self.node_group_resources[NodeType.WORKER.value] = group
+
+    def check(self, nodes: Collection[str]) -> None:
+        """Raise `UsageError`: an unknown type, a node to remove that is not one of `nodes`, a node in both lists."""
+        _check_types(self.node_group_resources)
+        for node in self.remove_nodes:
+            if node.name not in nodes:
+                raise UsageError(f"scale plan: unknown node {node.name}", hint="remove a node that the job has")
+        if both := {node.name for node in self.launch_nodes} & {node.name for node in self.remove_nodes}:
+            raise UsageError(
+                f"scale plan: {min(both)} is both launched and removed", hint="give the new node a new name"
+            )
+
+
+def _check_types(groups: Collection[str]) -> None:
+    known = {kind.value for kind in NodeType}
+    if unknown := sorted(set(groups) - known):
+        raise UsageError(f"plan: unknown type of node {unknown[0]}", hint=f"the types are {', '.join(sorted(known))}")

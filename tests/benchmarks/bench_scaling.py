@@ -1,0 +1,78 @@
+"""How good the plans for a single job are: `make bench-scaling`. Writes build/bench/scaling.json.
+
+Synthetic jobs of the same form as the models, so the errors are a lower bound of those of real jobs. Each job with
+parameter servers starts with one server and one worker and is scaled by its optimizer alone. `SEEDS=FIRST:LAST` or
+`BENCH_ARGS="--seeds FIRST:LAST"`: one job for each seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import numpy as np
+
+from dlrover_hooks.master.scaling import LocalOptimizer, OptimizeStage, ResourceLimits
+from dlrover_hooks.master.scaling.speed_models import AllReduceModel, StepTime, fit_all_reduce
+from tests.benchmarks.report import report
+from tests.benchmarks.scaling_jobs import ps_job, sample, scaled
+
+NOISE, STEPS = 0.05, 12
+BARS = {"median_loss_vs_best_pct": 11, "goodput_fit_error_pct": 4, "decision_ms_1000_nodes": 50}
+
+
+def goodput_error(seed: int) -> float:
+    """Median error in percent of the predicted throughput at 1 to 32 replicas, of one all-reduce job."""
+    random = np.random.default_rng(seed)
+    low = (0.02, 0.001, 0.02, 0.001, 0.005, 0.0005, 1.0)
+    high = (0.1, 0.01, 0.2, 0.02, 0.05, 0.005, 4.0)
+    a, b, c, d, e, f, g = (float(random.uniform(*bounds)) for bounds in zip(low, high, strict=True))
+    truth, measured = AllReduceModel((a, b), (c, d), (e, f), g), []
+    for number in range(STEPS):
+        replicas = (1, 2, 4, 8)[number % 4]
+        batch = (16.0, 32.0, 64.0)[number % 3]
+        hosts = 2 if replicas > 4 or number == 5 else 1
+        seconds = float(truth.seconds(replicas, hosts, batch)) * float(np.exp(NOISE * random.standard_normal()))
+        measured.append(StepTime(replicas, hosts, batch, seconds))
+    replicas = np.array([1, 2, 4, 8, 16, 32])
+    where = replicas, np.maximum(1, replicas // 4), np.full(6, 32.0)
+    really = truth.throughput(*where)
+    return 100 * float(np.median(np.abs(fit_all_reduce(measured).throughput(*where) - really) / really))
+
+
+def decision_ms() -> float:
+    """Milliseconds of a decision by the model for a job of 1000 nodes, the median of 20."""
+    limits, truth = ResourceLimits(2000, 2000 * 1024, max_workers=1900, max_ps=60), ps_job(0)
+    optimizer = LocalOptimizer(limits, ps=True)
+    for ps, workers in ((10, 200), (20, 400), (20, 800), (40, 800), (40, 960)):
+        optimizer.observe(sample(ps, workers, float(truth.speed(ps, workers))))
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        optimizer.generate_opt_plan(OptimizeStage.RUNNING)
+        times.append(time.perf_counter() - began)
+    return 1000 * statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default=os.environ.get("SEEDS", "1:200"), help="FIRST:LAST")
+    first, last = map(int, parser.parse_args().seeds.split(":"))
+    seeds = range(first, last + 1)
+    scalings = [scaled(ps_job(seed), seed, NOISE) for seed in seeds]
+    losses = [loss for loss, _ in scalings]
+    found = {
+        "median_loss_vs_best_pct": statistics.median(losses),
+        "p90_loss_vs_best_pct": float(np.percentile(losses, 90)),
+        "median_plans": statistics.median(plans for _, plans in scalings),
+        "goodput_fit_error_pct": statistics.median(goodput_error(seed) for seed in seeds),
+        "decision_ms_1000_nodes": decision_ms(),
+    }
+    conditions = {"seeds": f"{first}:{last}", "noise": NOISE, "steps_for_goodput_fit": STEPS}
+    return report("scaling", "Plans for a single job", conditions, found, BARS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
