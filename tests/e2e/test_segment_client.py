@@ -109,5 +109,5 @@ def test_closing_ends_what_is_under_way(kept: Kept) -> None:
     assert helper is not None
     os.kill(keeper.pid, signal.SIGCONT)
     trainer.close()
-    assert not helper.alive
+    until(lambda: not helper.alive, "the end of the thread")  # it may have been over, but for its last instruction
     assert not trainer.ready
