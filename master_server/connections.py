@@ -84,7 +84,7 @@ class _Pipeline(list[Any]):
 
 
 _BODY_IS_READ = asyncio.Event()
-"""Replaces the event of each request whose body was read, as nobody waits for it any more: one takes 800 bytes."""
+"""Replaces the event of each request whose body was read: no task waits for it any more, and one takes 800 bytes."""
 
 
 class _FlowControl(FlowControl):

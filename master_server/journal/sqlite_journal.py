@@ -368,7 +368,8 @@ def _locked(journal: str, address: str) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
-        os.write(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n{address and address + chr(10)}".encode())
+        lines = [f"pid {os.getpid()} on host {socket.gethostname()}", *([address] if address else [])]
+        os.write(lock, "".join(f"{line}\n" for line in lines).encode())
     except BlockingIOError:
         error = _in_use(journal, os.read(lock, 1000).decode(errors="replace"))
         os.close(lock)

@@ -277,7 +277,9 @@ def test_ten_takeovers_under_load_lose_nothing(tmp_path: Path) -> None:
     own = EtcdProcess(tmp_path, 3)
     masters = Masters(tmp_path, own.journal(tmp_path.name), 3)
     try:
-        takeovers_under_load(masters, 10, stop_each_second=True)
+        found = takeovers_under_load(masters, 10, stop_each_second=True)
+        assert found.errors == []
+        assert found.jobs == dict.fromkeys(found.acknowledged, 1)
     finally:
         masters.close()
         own.close()

@@ -36,7 +36,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Masters]]:
 def test_takeovers_under_load_lose_nothing(start: Callable[[int], Masters], turns: int) -> None:
     """Two masters; the leader is killed while clients write. Each takeover has an epoch of its own."""
     masters = start(2)
-    takeovers_under_load(masters, turns, stop_each_second=False)
+    found = takeovers_under_load(masters, turns, stop_each_second=False)
+    assert found.errors == []
+    assert found.jobs == dict.fromkeys(found.acknowledged, 1)
     for epoch in range(1, turns + 2):
         assert masters.told().count(f"this master leads (epoch {epoch})") == 1, masters.told()
 
