@@ -83,6 +83,7 @@ class LivenessConnection:
             self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = http.client.HTTPConnection(self._netloc)
         connection.sock = self._sock
+        connection.auto_open = 0  # one that it opens by itself has neither TLS nor a recorded descriptor
         return connection
 
     def _dialled(self) -> socket.socket:
@@ -108,7 +109,8 @@ class LivenessConnection:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Only on the thread that calls `ask`."""
+        """Only on the thread that calls `ask`. The master is told even if a child forked just now has a copy."""
+        self.hang_up()
         if self._http is not None:
             self._http.close()
         if self._sock is not None:

@@ -57,9 +57,14 @@ class LiveMaster:
             )
         return self._clients[incarnation]
 
-    def await_connections(self, job: str) -> None:
-        """Until all members of its round are connected: of others the master detects the end only after their lease."""
-        until(lambda: self._members(job, "connected") == self._members(job, "alive"), f"the connections of {job}")
+    def await_connections(self, job: str, count: int | None = None) -> None:
+        """Until `count` (None: all) members of its round are connected: the master detects the end of others only after
+        their lease.
+        """
+        until(
+            lambda: float(self._members(job, "connected")) == (count or float(self._members(job, "alive"))),
+            f"the connections of {job}",
+        )
 
     def _members(self, job: str, state: str) -> str:
         token = {"Authorization": f"Bearer {self.token}"}
