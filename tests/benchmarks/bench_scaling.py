@@ -14,13 +14,23 @@ import time
 
 import numpy as np
 
-from dlrover_hooks.master.scaling import LocalOptimizer, OptimizeStage, ResourceLimits
+from dlrover_hooks.master.scaling import (
+    JobSample,
+    LocalOptimizer,
+    NodeGroupResource,
+    OptimizeStage,
+    ResourceLimits,
+    ResourcePlan,
+    plan_verification,
+)
+from dlrover_hooks.master.scaling.plan_verification import PlanHistory, PlanOutcome
 from dlrover_hooks.master.scaling.speed_models import AllReduceModel, StepTime, fit_all_reduce
 from tests.benchmarks.report import report
-from tests.benchmarks.scaling_jobs import ps_job, sample, scaled
+from tests.benchmarks.scaling_jobs import SIZE, ps_job, sample, scaled
 
-NOISE, STEPS = 0.05, 12
+NOISE, STEPS, WINDOW_S = 0.05, 12, 30.0
 BARS = {"median_loss_vs_best_pct": 11, "goodput_fit_error_pct": 4, "decision_ms_1000_nodes": 50}
+AT_LEAST = {"rollback_right_pct": 95}
 
 
 def goodput_error(seed: int) -> float:
@@ -56,6 +66,37 @@ def decision_ms() -> float:
     return 1000 * statistics.median(times)
 
 
+def rolled_back(seed: int, change: float) -> bool:
+    """Whether a plan is rolled back that makes the job so much faster (negative: slower), measured with noise."""
+    random = np.random.default_rng([seed, 2])
+    history, now = PlanHistory(), 0.0
+
+    def window(workers: int, speed: float) -> JobSample:
+        return sample(0, workers, speed * max(1 + NOISE * float(random.standard_normal()), 1e-3))
+
+    before = sample(0, 4, 1.0)
+    for _ in range(plan_verification.RECENT):
+        now += WINDOW_S
+        before = window(4, 1.0)
+        history = plan_verification.observed(history, before, now).history
+    plan = ResourcePlan({"worker": NodeGroupResource(8, SIZE)})
+    history = plan_verification.made(history, plan, before, now, reason="bench", predicted=None)
+    while history.open is not None:
+        now += WINDOW_S
+        history = plan_verification.observed(history, window(8, 1 + change), now).history
+    return history.records[-1].outcome is PlanOutcome.ROLLED_BACK
+
+
+def rollback_right_pct(seeds: range) -> float:
+    """Of plans that make the job 10 to 50 % slower (to be rolled back), and of plans that make it up to 50 % faster."""
+    right = 0
+    for seed in seeds:
+        random = np.random.default_rng([seed, 3])
+        right += rolled_back(seed, -float(random.uniform(0.1, 0.5)))
+        right += not rolled_back(seed, float(random.uniform(0.0, 0.5)))
+    return 100 * right / (2 * len(seeds))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default=os.environ.get("SEEDS", "1:200"), help="FIRST:LAST")
@@ -69,9 +110,10 @@ def main() -> int:
         "median_plans": statistics.median(plans for _, plans in scalings),
         "goodput_fit_error_pct": statistics.median(goodput_error(seed) for seed in seeds),
         "decision_ms_1000_nodes": decision_ms(),
+        "rollback_right_pct": rollback_right_pct(seeds),
     }
     conditions = {"seeds": f"{first}:{last}", "noise": NOISE, "steps_for_goodput_fit": STEPS}
-    return report("scaling", "Plans for a single job", conditions, found, BARS)
+    return report("scaling", "Plans for a single job", conditions, found, BARS, AT_LEAST)
 
 
 if __name__ == "__main__":
