@@ -32,7 +32,7 @@ class PsSpeedModel(msgspec.Struct, frozen=True):
 
 def fit_ps_speed(points: Sequence[Sequence[float]]) -> PsSpeedModel:
     """Fit (servers, workers, steps per second); every speed above 0. Relative errors count, not absolute ones."""
-    nnls = _scipy_optimize().nnls
+    nnls = scipy_optimize().nnls
     ps, workers, speed = np.array(points, dtype=float).T
     seconds = workers / speed
     columns = np.stack([np.ones_like(ps), workers / ps, workers, ps], axis=1) / seconds[:, None]
@@ -76,7 +76,7 @@ def fit_all_reduce(steps: Sequence[StepTime]) -> AllReduceModel:
 
     The priors are those of Pollux: little overlap, little growth with the replicas.
     """
-    least_squares = _scipy_optimize().least_squares
+    least_squares = scipy_optimize().least_squares
     replicas, hosts, batch, seconds = (
         np.array([getattr(step, name) for step in steps], dtype=float)
         for name in ("replicas", "hosts", "batch", "seconds")
@@ -115,11 +115,12 @@ def smallest_that_pays(choices: Any, speed: Callable[..., Any], share: float) ->
     return tuple(int(number) for number in choices[best])
 
 
-def _scipy_optimize() -> Any:
+def scipy_optimize() -> Any:
+    """The module. Raises `MissingExtra`."""
     try:
         import scipy.optimize
     except ImportError as error:
         raise MissingExtra(
-            "fitting the speed of a job needs scipy", hint="pip install 'dlrover-hooks[scaling]'"
+            "choosing the resources of a job by a model needs scipy", hint="pip install 'dlrover-hooks[scaling]'"
         ) from error
     return scipy.optimize
