@@ -29,7 +29,7 @@ configurations. It is at most half the weight of a job, so that none waits becau
 TIME_LIMIT_S = 5.0
 
 
-class Configuration(msgspec.Struct, frozen=True):
+class JobConfiguration(msgspec.Struct, frozen=True):
     """A job on so many nodes of one kind. `goodput`: useful samples per second, in any unit, above 0."""
 
     kind: str
@@ -52,7 +52,7 @@ class Demand(msgspec.Struct, frozen=True):
     """
 
     job: str
-    configurations: tuple[Configuration, ...]
+    configurations: tuple[JobConfiguration, ...]
     tenant: str = ""
     weight: float = 1.0
     current: tuple[str, int] | None = None
@@ -68,10 +68,10 @@ class Demand(msgspec.Struct, frozen=True):
             )
 
 
-class Allocation(msgspec.Struct, frozen=True):
+class ClusterAllocation(msgspec.Struct, frozen=True):
     """What each job gets; a job that is not in `given` waits. `optimal`: within `GAP`. False: the time was up."""
 
-    given: dict[str, Configuration]
+    given: dict[str, JobConfiguration]
     optimal: bool
 
 
@@ -82,7 +82,7 @@ def allocate(
     *,
     fairness: float = FAIRNESS,
     time_limit_s: float = TIME_LIMIT_S,
-) -> Allocation:
+) -> ClusterAllocation:
     """The allocation with the least cost.
 
     Args:
@@ -106,7 +106,7 @@ def allocate(
         columns += [(demand, one) for one in offers]
         costs += [cost - waiting for cost in of_offers]
     if not columns:
-        return Allocation({}, optimal=True)
+        return ClusterAllocation({}, optimal=True)
     rows = _rows(columns, capacity, quotas or {})
     weights = [demand.weight for demand in jobs]
     gap = min(GAP * sum(weights), 0.5 * min(weights))
@@ -120,12 +120,12 @@ def allocate(
         options={"mip_rel_gap": gap / all_wait, "time_limit": time_limit_s},
     )
     if found.x is None:
-        return Allocation(_kept(columns, rows), optimal=False)
+        return ClusterAllocation(_kept(columns, rows), optimal=False)
     chosen = (columns[number] for number in np.flatnonzero(found.x > 0.5))
-    return Allocation({demand.job: one for demand, one in chosen}, optimal=found.status == 0)
+    return ClusterAllocation({demand.job: one for demand, one in chosen}, optimal=found.status == 0)
 
 
-_Column = tuple[Demand, Configuration]
+_Column = tuple[Demand, JobConfiguration]
 _Row = tuple[dict[int, float], float]
 """Coefficients by column, and the most that their sum may be."""
 
@@ -141,13 +141,13 @@ def _check(jobs: Sequence[Demand], capacity: Mapping[str, int], quotas: Mapping[
         raise UsageError(f"allocation: fairness is {fairness}", hint="give a power below 0, as -0.5")
 
 
-def _open_to(demand: Demand, capacity: Mapping[str, int]) -> list[Configuration]:
+def _open_to(demand: Demand, capacity: Mapping[str, int]) -> list[JobConfiguration]:
     """The configurations that the job may get in this round: those that the cluster has nodes for, within `GROWTH`."""
     most = GROWTH * demand.current[1] if demand.current else math.inf
     return [one for one in demand.configurations if one.nodes <= min(most, capacity.get(one.kind, 0))]
 
 
-def _cost(demand: Demand, one: Configuration, fairness: float) -> float:
+def _cost(demand: Demand, one: JobConfiguration, fairness: float) -> float:
     """Goodput counts relative to the job's smallest one: jobs of different models cannot be compared otherwise."""
     least = min(each.goodput for each in demand.configurations)
     moves = demand.current is not None and demand.current != (one.kind, one.nodes)
@@ -187,9 +187,9 @@ def _sparse(rows: Sequence[_Row], columns: int) -> tuple[Any, Any]:
     return matrix, np.array([most for _, most in rows])
 
 
-def _kept(columns: Sequence[_Column], rows: Sequence[_Row]) -> dict[str, Configuration]:
+def _kept(columns: Sequence[_Column], rows: Sequence[_Row]) -> dict[str, JobConfiguration]:
     """What jobs have, then the smallest configurations, as far as they fit."""
-    left, given = [most for _, most in rows], dict[str, Configuration]()
+    left, given = [most for _, most in rows], dict[str, JobConfiguration]()
 
     def order(number: int) -> tuple[bool, int]:
         demand, one = columns[number]

@@ -23,7 +23,7 @@ from dlrover_hooks.master.scaling import (
     ResourcePlan,
     plan_verification,
 )
-from dlrover_hooks.master.scaling.allocation import Configuration, Demand, allocate
+from dlrover_hooks.master.scaling.allocation import Demand, JobConfiguration, allocate
 from dlrover_hooks.master.scaling.plan_verification import PlanHistory, PlanOutcome
 from dlrover_hooks.master.scaling.speed_models import AllReduceModel, StepTime, fit_all_reduce
 from tests.benchmarks import scaling_cluster
@@ -119,7 +119,7 @@ def _demand(name: str, random: np.random.Generator) -> Demand:
     scaling, faster = random.uniform(0.5, 1.0), random.uniform(1.2, 3.0)
     speeds = [(kind, n, factor * n**scaling) for kind, factor in (("a100", faster), ("v100", 1.0)) for n in SIZES]
     has = (("a100", "v100")[random.integers(2)], int(random.choice(SIZES[:3]))) if random.random() < 0.7 else None
-    configurations = tuple(Configuration(kind, n, float(speed)) for kind, n, speed in speeds)
+    configurations = tuple(JobConfiguration(kind, n, float(speed)) for kind, n, speed in speeds)
     tenant = f"tenant-{random.integers(5)}"
     return Demand(name, configurations, tenant, current=has, age_s=3600, restarts=int(random.integers(5)), restart_s=30)
 

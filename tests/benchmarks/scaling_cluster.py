@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from dlrover_hooks.master.scaling.allocation import Configuration, Demand, allocate
+from dlrover_hooks.master.scaling.allocation import Demand, JobConfiguration, allocate
 
 NODES, JOBS, ROUND_S, RESTART_S = 64, 40, 60.0, 30.0
 SIZES = (1, 2, 4, 8, 16)
@@ -60,7 +60,7 @@ def program(present: list[ClusterJob], now: float) -> dict[str, int]:
     demands = [
         Demand(
             job.name,
-            tuple(Configuration("node", size, job.goodput(size)) for size in SIZES),
+            tuple(JobConfiguration("node", size, job.goodput(size)) for size in SIZES),
             current=("node", job.nodes) if job.nodes else None,
             age_s=now - job.arrives, restarts=job.restarts, restart_s=RESTART_S,
         )

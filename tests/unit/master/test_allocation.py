@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.master.scaling.allocation import FAIRNESS, GAP, GROWTH, Allocation, Configuration, Demand, allocate
+from dlrover_hooks.master.scaling.allocation import (
+    FAIRNESS,
+    GAP,
+    GROWTH,
+    ClusterAllocation,
+    Demand,
+    JobConfiguration,
+    allocate,
+)
 
 SIZES = (1, 2, 4, 8)
 
@@ -21,7 +29,7 @@ def job(
     """Goodput `n ** scaling` on n nodes, started an hour ago if it `has` nodes."""
     return Demand(
         name,
-        tuple(Configuration("node", size, size**scaling) for size in sizes),
+        tuple(JobConfiguration("node", size, size**scaling) for size in sizes),
         tenant,
         weight,
         current=("node", has) if has else None,
@@ -30,7 +38,7 @@ def job(
     )
 
 
-def nodes(found: Allocation) -> dict[str, int]:
+def nodes(found: ClusterAllocation) -> dict[str, int]:
     return {name: one.nodes for name, one in found.given.items()}
 
 
@@ -44,8 +52,8 @@ def test_nodes_go_where_they_are_of_more_use() -> None:
 
 
 def test_the_kind_that_suits_a_job_better() -> None:
-    both = Demand("a", (Configuration("old", 2, 2.0), Configuration("new", 2, 6.0)))
-    slow = Demand("b", (Configuration("old", 2, 2.0), Configuration("new", 2, 2.1)))
+    both = Demand("a", (JobConfiguration("old", 2, 2.0), JobConfiguration("new", 2, 6.0)))
+    slow = Demand("b", (JobConfiguration("old", 2, 2.0), JobConfiguration("new", 2, 2.1)))
     found = allocate([both, slow], {"old": 2, "new": 2}).given
     assert {name: one.kind for name, one in found.items()} == {"a": "new", "b": "old"}
 
@@ -69,10 +77,10 @@ def test_a_job_whose_nodes_are_gone_gets_fewer_and_does_not_wait() -> None:
 
 
 def test_what_does_not_fit_waits() -> None:
-    assert allocate([job("a", sizes=(8,))], {"node": 7}) == Allocation({}, optimal=True)
+    assert allocate([job("a", sizes=(8,))], {"node": 7}) == ClusterAllocation({}, optimal=True)
     assert list(nodes(allocate([job("a", sizes=(8,)), job("b", sizes=(8,))], {"node": 15})).values()) == [8]
-    assert allocate([], {"node": 7}) == Allocation({}, optimal=True)
-    assert allocate([job("a")], {}) == Allocation({}, optimal=True)
+    assert allocate([], {"node": 7}) == ClusterAllocation({}, optimal=True)
+    assert allocate([job("a")], {}) == ClusterAllocation({}, optimal=True)
 
 
 def test_weights_decide_which_one_waits() -> None:
@@ -95,7 +103,7 @@ def test_without_time_jobs_keep_their_nodes() -> None:
     assert all(found.given[f"job-{n}"].nodes == 2 for n in range(30))
 
 
-def _cost(demand: Demand, one: Configuration | None) -> float:
+def _cost(demand: Demand, one: JobConfiguration | None) -> float:
     """Of jobs that do not run yet, all of weight 1."""
     least = min(each.goodput for each in demand.configurations)
     if one is None:
@@ -118,7 +126,7 @@ def test_no_other_allocation_costs_less(rows: list[tuple[float, set[int], str]],
     """Compared with all of them."""
     demands = [job(f"job-{n}", scaling=a, sizes=tuple(b), tenant=c) for n, (a, b, c) in enumerate(rows)]
 
-    def fits(choice: tuple[Configuration | None, ...]) -> bool:
+    def fits(choice: tuple[JobConfiguration | None, ...]) -> bool:
         used = [one.nodes if one else 0 for one in choice]
         of_tenant = sum(n for n, demand in zip(used, demands, strict=True) if demand.tenant == "x")
         return sum(used) <= capacity and of_tenant <= quota
@@ -161,4 +169,4 @@ def test_bad_input_is_refused() -> None:
         job("a", weight=float("nan"))
     for count, goodput in ((0, 1.0), (1, 0.0), (1, float("nan"))):
         with pytest.raises(UsageError, match="with goodput"):
-            Configuration("node", count, goodput)
+            JobConfiguration("node", count, goodput)
