@@ -180,8 +180,7 @@ class LocalOptimizer(ResourceOptimizer):
     def _resources(self) -> list[NodeResource]:
         """Of one node of each type, in the order of a configuration: the largest that runs."""
         kinds = [NodeType.PS, NodeType.WORKER] if self.ps else [NodeType.WORKER]
-        of_kind = [[node.config_resource for node in self._recent[-1].of(kind)] for kind in kinds]
-        return [max(found, key=lambda one: (one.cpu, one.memory)) for found in of_kind]
+        return [self._recent[-1].largest(kind) for kind in kinds]
 
     def _plan(self, choice: Configuration) -> ResourcePlan:
         names = [rules.PS, rules.WORKER] if self.ps else [rules.WORKER]

@@ -41,3 +41,8 @@ class JobSample(msgspec.Struct, frozen=True):
     def of(self, kind: NodeType) -> list[NodeSample]:
         """The nodes of a type, in order of the sample."""
         return [node for node in self.nodes if node.type is kind]
+
+    def largest(self, kind: NodeType) -> NodeResource:
+        """The largest size of the nodes of a type, by cores and then memory; without such nodes, a size of nothing."""
+        sizes = (node.config_resource for node in self.of(kind))
+        return max(sizes, key=lambda one: (one.cpu, one.memory), default=NodeResource())

@@ -212,12 +212,8 @@ def _target(plan: ResourcePlan, sample: JobSample) -> Composition:
 def _restoring(plan: ResourcePlan, sample: JobSample) -> ResourcePlan:
     changed = {NodeType(name) for name in plan.node_group_resources}
     changed |= {node.type for node in sample.nodes if node.name in plan.node_resources}
-    groups: dict[str, NodeGroupResource] = {}
-    for kind in sorted(changed, key=lambda one: one.value):
-        sizes = [node.config_resource for node in sample.of(kind)]
-        largest = max(sizes, key=lambda one: (one.cpu, one.memory), default=NodeResource())
-        groups[kind.value] = NodeGroupResource(len(sizes), largest)
-    return ResourcePlan(groups)
+    kinds = sorted(changed, key=lambda one: one.value)
+    return ResourcePlan({kind.value: NodeGroupResource(len(sample.of(kind)), sample.largest(kind)) for kind in kinds})
 
 
 def _starting(history: PlanHistory, record: PlanRecord, now: float) -> Verified:
