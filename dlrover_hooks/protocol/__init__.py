@@ -55,6 +55,7 @@ from dlrover_hooks.protocol.checkpoint_messages import (
     Voted as Voted,
     VoteKind as VoteKind,
 )
+from dlrover_hooks.protocol.job_samples import JobSample as JobSample, NodeSample as NodeSample
 from dlrover_hooks.protocol.key_value_messages import (
     AwaitKeys as AwaitKeys,
     Change as Change,
@@ -134,6 +135,14 @@ from dlrover_hooks.protocol.ps_messages import (
     ShowTasks as ShowTasks,
     Task as Task,
     Tasks as Tasks,
+)
+from dlrover_hooks.protocol.resource_plans import (
+    Node as Node,
+    NodeGroupResource as NodeGroupResource,
+    NodeResource as NodeResource,
+    ResourceLimits as ResourceLimits,
+    ResourcePlan as ResourcePlan,
+    ScalePlan as ScalePlan,
 )
 from dlrover_hooks.protocol.routes import (
     ROUTES as ROUTES,

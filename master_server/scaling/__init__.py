@@ -6,17 +6,19 @@ a cluster among jobs.
 """
 
 from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
-from dlrover_hooks.master.scaling.observations import JobSample, NodeSample
 from dlrover_hooks.master.scaling.optimizer import OptimizeStage, ResourceOptimizer
-from dlrover_hooks.master.scaling.plans import (
+from dlrover_hooks.protocol import (
+    JobSample,
     Node,
     NodeGroupResource,
     NodeResource,
+    NodeSample,
+    NodeStatus,
+    NodeType,
     ResourceLimits,
     ResourcePlan,
     ScalePlan,
 )
-from dlrover_hooks.protocol import NodeStatus, NodeType
 
 __all__ = [
     "JobSample",

@@ -11,9 +11,7 @@ import numpy as np
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.master.scaling import rules
-from dlrover_hooks.master.scaling.observations import JobSample
 from dlrover_hooks.master.scaling.optimizer import NO_CONFIG, OptimizeStage, ResourceOptimizer
-from dlrover_hooks.master.scaling.plans import Node, NodeGroupResource, NodeResource, ResourceLimits, ResourcePlan
 from dlrover_hooks.master.scaling.speed_models import (
     PS_TERMS,
     StepTime,
@@ -21,7 +19,15 @@ from dlrover_hooks.master.scaling.speed_models import (
     fit_ps_speed,
     smallest_that_pays,
 )
-from dlrover_hooks.protocol import NodeType
+from dlrover_hooks.protocol import (
+    JobSample,
+    Node,
+    NodeGroupResource,
+    NodeResource,
+    NodeType,
+    ResourceLimits,
+    ResourcePlan,
+)
 
 RECENT = 5
 """Samples that the rules use, and that each configuration keeps."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dlrover_hooks.master.scaling.plans import Node, ResourcePlan
+from dlrover_hooks.protocol import Node, ResourcePlan
 
 NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 """Read-only, so that no call can leave something in it for the next one."""

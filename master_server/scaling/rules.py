@@ -11,9 +11,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover_hooks.master.scaling.observations import JobSample, NodeSample
-from dlrover_hooks.master.scaling.plans import Node, NodeGroupResource, NodeResource, ResourceLimits, ResourcePlan
-from dlrover_hooks.protocol import NodeType
+from dlrover_hooks.protocol import (
+    JobSample,
+    Node,
+    NodeGroupResource,
+    NodeResource,
+    NodeSample,
+    NodeType,
+    ResourceLimits,
+    ResourcePlan,
+)
 
 PS, WORKER = NodeType.PS.value, NodeType.WORKER.value
 FIRST_SHARE = 5

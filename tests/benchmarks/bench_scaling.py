@@ -14,6 +14,8 @@ import time
 
 import numpy as np
 
+from dlrover_hooks.master.core.job_scaling import plan_verification
+from dlrover_hooks.master.core.job_scaling.plan_verification import PlanHistory, PlanOutcome
 from dlrover_hooks.master.scaling import (
     JobSample,
     LocalOptimizer,
@@ -21,10 +23,8 @@ from dlrover_hooks.master.scaling import (
     OptimizeStage,
     ResourceLimits,
     ResourcePlan,
-    plan_verification,
 )
 from dlrover_hooks.master.scaling.allocation import Demand, JobConfiguration, allocate
-from dlrover_hooks.master.scaling.plan_verification import PlanHistory, PlanOutcome
 from dlrover_hooks.master.scaling.speed_models import AllReduceModel, StepTime, fit_all_reduce
 from tests.benchmarks import scaling_cluster
 from tests.benchmarks.report import report

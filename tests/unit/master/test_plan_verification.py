@@ -6,15 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from dlrover_hooks.master.scaling import (
-    JobSample,
-    NodeGroupResource,
-    NodeResource,
-    NodeSample,
-    NodeType,
-    ResourcePlan,
-)
-from dlrover_hooks.master.scaling.plan_verification import (
+from dlrover_hooks.master.core.job_scaling.plan_verification import (
     BARRED_S,
     COOL_DOWN_S,
     RECENT,
@@ -28,6 +20,14 @@ from dlrover_hooks.master.scaling.plan_verification import (
     observed,
     refusal,
     superseded,
+)
+from dlrover_hooks.master.scaling import (
+    JobSample,
+    NodeGroupResource,
+    NodeResource,
+    NodeSample,
+    NodeType,
+    ResourcePlan,
 )
 from tests.benchmarks.bench_scaling import rollback_right_pct
 

@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.master.scaling.plans import NodeResource
-from dlrover_hooks.protocol import NodeType
+from dlrover_hooks.protocol.ps_messages import NodeType
+from dlrover_hooks.protocol.resource_plans import NodeResource
 
 
 class NodeSample(msgspec.Struct, frozen=True):

@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dlrover_hooks.master.scaling.observations import JobSample
-from dlrover_hooks.master.scaling.plans import NodeGroupResource, NodeResource, ResourcePlan
-from dlrover_hooks.protocol import NodeType
+from dlrover_hooks.protocol import JobSample, NodeGroupResource, NodeResource, NodeType, ResourcePlan
 
 LOST = 0.05
 """A window counts as slower if the speed is below that of before by more than this share."""

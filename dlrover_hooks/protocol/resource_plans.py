@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol import NodeStatus, NodeType
+from dlrover_hooks.protocol.ps_messages import NodeStatus, NodeType
 
 
 class NodeResource(msgspec.Struct, frozen=True):
