@@ -47,8 +47,8 @@ class ResourcePlan(msgspec.Struct, frozen=True):
     Empty: nothing changes. The two dictionaries are filled while the plan is made; call `check` before it is used.
     """
 
-    node_group_resources: dict[str, NodeGroupResource] = msgspec.field(default_factory=dict)
-    node_resources: dict[str, NodeResource] = msgspec.field(default_factory=dict)
+    node_group_resources: dict[str, NodeGroupResource] = {}
+    node_resources: dict[str, NodeResource] = {}
 
     @property
     def empty(self) -> bool:
@@ -116,10 +116,10 @@ class ScalePlan(msgspec.Struct):
     `node_group_resource` is the group of the workers in `node_group_resources`.
     """
 
-    node_group_resources: dict[str, NodeGroupResource] = msgspec.field(default_factory=dict)
-    launch_nodes: list[Node] = msgspec.field(default_factory=list)
-    remove_nodes: list[Node] = msgspec.field(default_factory=list)
-    ps_addrs: list[str] = msgspec.field(default_factory=list)
+    node_group_resources: dict[str, NodeGroupResource] = {}
+    launch_nodes: list[Node] = []
+    remove_nodes: list[Node] = []
+    ps_addrs: list[str] = []
 
     @property
     def node_group_resource(self) -> NodeGroupResource | None:
