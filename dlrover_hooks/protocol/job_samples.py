@@ -8,7 +8,7 @@ import msgspec
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.ps_messages import NodeType
-from dlrover_hooks.protocol.resource_plans import NodeResource
+from dlrover_hooks.protocol.resource_plans import Mebibytes, NodeResource
 
 
 class NodeSample(msgspec.Struct, frozen=True):
@@ -18,7 +18,7 @@ class NodeSample(msgspec.Struct, frozen=True):
     type: NodeType
     config_resource: NodeResource
     cpu: float
-    memory: int
+    memory: Mebibytes
 
     @property
     def cpu_share(self) -> float:
