@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dlrover_hooks.master.core.events import PlanMade, Sampled
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job
@@ -25,6 +27,8 @@ class JobManager:
         self.job = job
         self.resource_optimizer = resource_optimizer
         self.node_monitor = NodeMonitor()
+        self._content_until = -math.inf
+        """The optimizer had no better plan: it is asked again after a cool-down."""
 
     def sample(self, known: Nodes, job: Job, scaling: JobScaling) -> Sampled | None:
         """What was measured since the last call; None: nothing that can be used. Call it once in each window."""
@@ -33,4 +37,10 @@ class JobManager:
 
     def plan(self, found: Situation, now: float) -> PlanMade | None:
         """The plan that is due at `now`; None: none is. Any thread. Raises what the optimizer raises."""
-        return self.resource_optimizer.plan(found, now)
+        if now < self._content_until and not found.out_of_memory:
+            return None
+        asked = self.resource_optimizer.plans(found, now)
+        made = self.resource_optimizer.plan(found, now) if asked else None
+        if asked and made is None:
+            self._content_until = now + found.history.pace.cool_down_s
+        return made

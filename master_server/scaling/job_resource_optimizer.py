@@ -60,19 +60,23 @@ class JobResourceOptimizer:
     def __init__(self, optimizer: Callable[[Situation], ResourceOptimizer]) -> None:
         self._optimizer = optimizer
 
-    def plan(self, found: Situation, now: float) -> PlanMade | None:
-        """The plan that is due at `now`; None: none is. Raises what the optimizer raises."""
+    def plans(self, found: Situation, now: float) -> bool:
+        """Whether the optimizer is to be asked for a plan at `now`."""
         if found.finished:
-            return None
-        if found.stage is OptimizeStage.CREATE:
-            return self._of_stage(found)
-        if found.out_of_memory:
-            return self._after_out_of_memory(found)
-        if found.held or found.mode is ScalingMode.MANUAL:
-            return None
+            return False
+        if found.stage is OptimizeStage.CREATE or found.out_of_memory:
+            return True
+        if found.held or found.mode is ScalingMode.MANUAL or not found.statistics.recent:
+            return False
         if found.stage is not OptimizeStage.RUNNING:
-            return self._of_stage(found) if len(found.statistics.recent) >= WINDOWS else None
-        return self._running(found, now)
+            return len(found.statistics.recent) >= WINDOWS
+        return not plan_verification.waits(found.history, found.statistics.recent[-1], now)
+
+    def plan(self, found: Situation, now: float) -> PlanMade | None:
+        """The plan for a job to which `plans` applies; None: it stays as it is. Raises what the optimizer raises."""
+        if found.stage is not OptimizeStage.CREATE and found.out_of_memory:
+            return self._after_out_of_memory(found)
+        return self._running(found, now) if found.stage is OptimizeStage.RUNNING else self._of_stage(found)
 
     def _of_stage(self, found: Situation) -> PlanMade:
         plan = self._optimizer(found).generate_opt_plan(found.stage)
@@ -86,12 +90,9 @@ class JobResourceOptimizer:
         return PlanMade(found.job, plan, found.stage, why, verified=False, answers_out_of_memory=True)
 
     def _running(self, found: Situation, now: float) -> PlanMade | None:
-        sample = found.statistics.recent[-1] if found.statistics.recent else None
-        if sample is None or plan_verification.waits(found.history, sample, now):
-            return None
         optimizer = self._optimizer(found)
         plan = optimizer.generate_opt_plan(found.stage)
-        if plan.empty or plan_verification.refusal(found.history, plan, sample, now):
+        if plan.empty or plan_verification.refusal(found.history, plan, found.statistics.recent[-1], now):
             return None
         predicted = optimizer.predict(plan)
         return PlanMade(found.job, plan, found.stage, _why(plan, predicted), predicted)

@@ -9,6 +9,7 @@ from dlrover_hooks.master.core.effects import PlanDue, Wake, nodes_topic
 from dlrover_hooks.master.core.events import PlanMade, Sampled
 from dlrover_hooks.master.core.job import Effects, Job, arm
 from dlrover_hooks.master.core.job_scaling import job_statistics, plan_verification
+from dlrover_hooks.master.core.job_scaling.job_statistics import JobStatistics
 from dlrover_hooks.master.core.job_scaling.plan_verification import PlanHistory
 from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling, desired
 from dlrover_hooks.master.core.job_scaling.worker_manager import WorkerManager
@@ -16,6 +17,8 @@ from dlrover_hooks.protocol import (
     AwaitNodes,
     DesiredNodes,
     Done,
+    NodeGroupResource,
+    NodeResource,
     NodeType,
     Plans,
     PlanView,
@@ -91,11 +94,15 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
     scaling = _scaling(job)
     if scaling.finished:
         raise Stale(f"Job {job.name!r} is over.", hint="Start it again.")
-    if not event.plan.empty:
-        _check(job, event.plan)
-        _check_limits(job, event.plan, scaling.limits)
-        scaling.history = plan_verification.carried_out(scaling.history, event.plan, now, "asked for by a user")
-        carry_out(job, scaling, event.plan, now)
+    plan = event.plan
+    if not plan.empty:
+        _check(job, plan)
+        _check_limits(job, plan, scaling.limits)
+        group = plan.node_group_resources[NodeType.WORKER.value]
+        if group.node_resource == NodeResource():
+            plan = ResourcePlan({NodeType.WORKER.value: NodeGroupResource(group.count, scaling.worker_resource)})
+        scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user")
+        carry_out(job, scaling, plan, now)
     scaling.held = not event.release
     return _follow(job, scaling, now, effects)
 
@@ -118,14 +125,28 @@ def awaited(job: Job, request: AwaitNodes) -> DesiredNodes | None:
 
 def tick(job: Job, now: float, effects: Effects) -> None:
     """A deadline was reached: nodes may not have started in time."""
-    if job.scaling is not None and job.scaling.due <= now:
-        _follow(job, job.scaling, now, effects)
+    scaling = job.scaling
+    if scaling is None or scaling.due > now:
+        return
+    scaling.history, rollback = plan_verification.not_started(scaling.history, now)
+    if not rollback.empty:
+        carry_out(job, scaling, rollback, now)
+    _follow(job, scaling, now, effects)
 
 
 def carry_out(job: Job, scaling: JobScaling, plan: ResourcePlan, now: float) -> ScalePlan:
-    """Make the nodes those of `plan`; which ones start and end because of it."""
+    """Make the nodes those of `plan`; which ones start and end because of it.
+
+    With cores other than before, what was measured is forgotten: it was the speed of other nodes.
+    """
     group = plan.node_group_resources.get(NodeType.WORKER.value)
-    return WorkerManager(scaling, now).carry_out(group) if group is not None else ScalePlan()
+    if group is None:
+        return ScalePlan()
+    before = scaling.worker_resource
+    done = WorkerManager(scaling, now).carry_out(group)
+    if (before.cpu, before.gpu_num) != (group.node_resource.cpu, group.node_resource.gpu_num):
+        scaling.statistics = JobStatistics()
+    return done
 
 
 def show(job: Job, now: float) -> Plans:

@@ -211,6 +211,14 @@ def observed(history: PlanHistory, sample: JobSample, now: float) -> Verified:
     return Verified(_decided(history, record, PlanOutcome.KEPT, why, now), ResourcePlan())
 
 
+def not_started(history: PlanHistory, now: float) -> Verified:
+    """A node did not start in time: the plan that asked for it is rolled back. Without a plan nothing changes."""
+    record = history.open
+    if record is None or record.outcome is not PlanOutcome.STARTING:
+        return Verified(history, ResourcePlan())
+    return _starting(history, record, now)
+
+
 def composition(sample: JobSample) -> Composition:
     """The nodes of a sample."""
     return _sorted(Counter((node.type, node.config_resource) for node in sample.nodes))

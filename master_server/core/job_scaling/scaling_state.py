@@ -86,11 +86,8 @@ class JobScaling(msgspec.Struct):
 
     @property
     def due(self) -> float:
-        """When the next node that has not started is given up; infinity: never.
-
-        While a plan is verified, that decides about its nodes.
-        """
-        if self.finished or self.history.open is not None:
+        """When the next node that has not started is given up; infinity: never."""
+        if self.finished:
             return math.inf
         starting = (node.since for node in self.nodes if node.status is NodeStatus.INITIAL)
         return min(starting, default=math.inf) + self.history.pace.start_s
