@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from tests.simulation.scaled_job import JOB, Faults, ScaledJob
 
 LIMITS = ResourceLimits(64, 1 << 18, max_workers=16)
 HOUR_S = 3600.0
+Speed = Callable[[int], float]
 
 
 def scales_well(workers: int) -> float:
@@ -42,8 +44,7 @@ def gets_slower(workers: int) -> float:
     return 1.0 / workers**0.5
 
 
-def best(speed: object, most: int = 16) -> float:
-    assert callable(speed)
+def best(speed: Speed, most: int = 16) -> float:
     return max(speed(count) for count in range(1, most + 1))
 
 
@@ -54,8 +55,7 @@ def set_workers(count: int, *, cpu: float = 0.0, release: bool = False) -> Scale
 
 @pytest.mark.parametrize("speed", [scales_well, saturates, gets_slower])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_number_that_pays_is_found(speed: object, seed: int) -> None:
-    assert callable(speed)
+def test_the_number_that_pays_is_found(speed: Speed, seed: int) -> None:
     job = ScaledJob(speed, LIMITS, seed=seed, faults=Faults(noise=0.01))
     job.run(2 * HOUR_S)
     workers = len(job.running)
