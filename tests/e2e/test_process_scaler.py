@@ -165,4 +165,4 @@ def test_a_command_that_does_not_exist_is_a_failed_start(make: Make, caplog: pyt
     start(scaler)
     until(lambda: "No such file" in scaler.list_nodes()[0].detail, "the reason")
     assert scaler.list_nodes()[0].state in (NodeState.WAITING, NodeState.STARTING)
-    assert "it is tried again" in caplog.text
+    until(lambda: "it is tried again" in caplog.text, "a line in the log")
