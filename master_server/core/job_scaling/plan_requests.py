@@ -79,7 +79,8 @@ def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
             scaling.history, plan, sample, now, reason=event.reason, predicted=event.predicted
         )
     else:
-        scaling.history = plan_verification.carried_out(scaling.history, plan, now, event.reason)
+        before = _as_plan(scaling)
+        scaling.history = plan_verification.carried_out(scaling.history, plan, now, event.reason, before)
     scaling.stage = event.stage
     if event.answers_out_of_memory:
         scaling.out_of_memory = ()
@@ -101,7 +102,8 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
         group = plan.node_group_resources[NodeType.WORKER.value]
         if group.node_resource == NodeResource():
             plan = ResourcePlan({NodeType.WORKER.value: NodeGroupResource(group.count, scaling.worker_resource)})
-        scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user")
+        before = _as_plan(scaling)
+        scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
         carry_out(job, scaling, plan, now)
     scaling.held = not event.release
     return _follow(job, scaling, now, effects)
@@ -186,6 +188,12 @@ def _scaling(job: Job) -> JobScaling:
             hint="Start it with dlrover-hooks run --mode single-job.",
         )
     return job.scaling
+
+
+def _as_plan(scaling: JobScaling) -> ResourcePlan:
+    """What the job has; empty before its first plan."""
+    group = NodeGroupResource(scaling.workers, scaling.worker_resource)
+    return ResourcePlan({NodeType.WORKER.value: group} if scaling.workers else {})
 
 
 def _check(job: Job, plan: ResourcePlan) -> None:
