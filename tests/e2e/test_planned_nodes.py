@@ -178,7 +178,6 @@ def test_nodes_end_with_a_launcher_that_is_killed(launch: Launch) -> None:
     assert all_gone(pids)
 
 
-@pytest.mark.requirement("DL-32")
 def test_a_master_that_is_killed_keeps_the_plans(launch: Launch) -> None:
     """It is started again with its journal: nodes stay, and the user's plan holds."""
     job = launch(STAY, "--mode", "manual", "--max-workers", "2", member=True)
