@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import click
+import msgspec
 import uvicorn
 import uvloop
 
@@ -19,6 +20,8 @@ from dlrover_hooks.master.http_answers import BODY_LIMIT_BYTES
 from dlrover_hooks.master.listening import Listening, check_tls, listening, uvicorn_config
 
 try:
+    from dlrover_hooks.master.brain import replay
+    from dlrover_hooks.master.brain.algorithm_executor import AlgorithmExecutor, check_name
     from dlrover_hooks.master.brain.algorithms.registry import PlanProblem
     from dlrover_hooks.master.brain.app import BrainApp, BrainService
     from dlrover_hooks.master.brain.database.database import Database
@@ -183,6 +186,46 @@ def upgrade(context: click.Context, database: str | None) -> None:
         click.echo(f"{opened.name}: revision {before or 'none'} -> {after}")
     finally:
         opened.close()
+
+
+@command.command("replay", short_help="Evaluate an algorithm on recorded jobs.")
+@_SAME
+@click.option("--algorithm", default="running", help="One of the Brain's, or a plug-in.")
+@click.option("--job", "names", multiple=True, help="Only this job; may be repeated.  [default: all]")
+@click.option("--config", default="{}", help="JSON object for the algorithm.")
+@click.option("--limit", default="60s", metavar="DURATION", help="Of one decision of a plug-in.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each decision, instead of a table.")
+@click.pass_context
+def replay_jobs(
+    context: click.Context, database: str | None, algorithm: str, names: tuple[str, ...], config: str, limit: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print what ALGORITHM would have planned for recorded jobs, against what really happened.
+
+    At each change of a job's nodes and at its end: the nodes and their speed in steps per second, those that followed,
+    those that are planned, the speed that was measured of them at another time, and the predicted one.
+    """
+    try:
+        chosen = msgspec.json.decode(config, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--config is no JSON object: {error}", hint="such as '{}'") from error
+    check_name(algorithm)
+    opened, executor = _opened(context, database), AlgorithmExecutor(seconds(limit, name="--limit"))
+    try:
+        opened.prepare()
+        plans = [
+            plan
+            for recording in replay.recorded(opened, names)
+            for plan in replay.replay(recording, algorithm, chosen, executor)
+        ]
+    finally:
+        opened.close()
+    if as_json:
+        for plan in plans:
+            click.echo(msgspec.json.encode(msgspec.to_builtins(plan)))
+    else:
+        click.echo(replay.table(plans))
+        click.echo(replay.summary(plans))
 
 
 def main() -> None:

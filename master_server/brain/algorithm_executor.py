@@ -77,7 +77,7 @@ class AlgorithmExecutor:
             command = [sys.executable, "-m", "dlrover_hooks.master.brain.algorithm_process", name, asked, answer]
             with said.open("wb") as output:
                 child = Child(
-                    f"algorithm {name}", [str(part) for part in command], env=_environment(),
+                    f"algorithm {name}", [str(part) for part in command], env=_environment(), die_with_parent=True,
                     stdout=output.fileno(), stderr=output.fileno(),
                 )  # fmt: skip
                 try:

@@ -19,8 +19,10 @@ EVERY_S = 5.0
 """A sample waits at most so long for others."""
 QUEUE = 4096
 """Samples that wait while the Brain is away: half a day of one every 10 s. Then the oldest are dropped."""
-ATTEMPT_S = 10.0
-LAST_S = 3.0
+BATCH_NODES = 20_000
+"""Nodes in the samples of one request: about 3 MB, the Brain refuses 16."""
+ATTEMPT_S = 3.0
+LAST_S = 2.0
 """At the end the samples that wait are sent within this time, or dropped."""
 
 
@@ -55,7 +57,7 @@ class StatsReporter:
         self._thread.start()
 
     def report(self, sample: JobSample, at: float | None = None) -> None:
-        """Queue a sample; never waits. `at`: the end of its window, in seconds since 1970; now by default. Any thread."""
+        """Queue a sample; never waits. `at`: the end of its window, seconds since 1970; by default now. Any thread."""
         with self._guard:
             if len(self._waiting) >= self._most:
                 self._waiting.popleft()
@@ -67,7 +69,7 @@ class StatsReporter:
 
     def stop(self) -> bool:
         """Send what waits, and end the thread. False: not all was sent. Bounded by `LAST_S` and one attempt."""
-        self._thread.stop(ATTEMPT_S + 2 * LAST_S)
+        self._thread.stop(2 * (ATTEMPT_S + LAST_S))
         self._client.close()
         with self._guard:
             self.dropped += len(self._waiting)
@@ -111,8 +113,13 @@ class StatsReporter:
             self._client.call(ReportSamples(self._job.job, tuple(batch)), within_s)
 
     def _batch(self) -> list[TimedSample]:
+        """The oldest samples that fit into one request."""
+        batch, nodes = list[TimedSample](), 0
         with self._guard:
-            return [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            while self._waiting and len(batch) < BATCH and nodes < BATCH_NODES:
+                batch.append(self._waiting.popleft())
+                nodes += len(batch[-1].sample.nodes)
+        return batch
 
     def _put_back(self, batch: list[TimedSample]) -> None:
         with self._guard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -50,13 +51,12 @@ def register(connection: sa.Connection, registration: RegisterJob, now: float) -
         "owner": registration.user, "script_hash": registration.script_hash, "model_size": registration.model_size,
         "registration": registration,
     }  # fmt: skip
-    made = connection.execute(
-        insert(job).values(name=registration.job, registered_at=now, look_at=now, **columns).on_conflict_do_nothing()
-    ).rowcount
-    if not made:
+    new = insert(job).values(name=registration.job, registered_at=now, look_at=now, **columns)
+    made = connection.execute(new.on_conflict_do_nothing().returning(job.c.id)).first()
+    if made is None:
         running = (job.c.name == registration.job) & job.c.ended_at.is_(None)
         connection.execute(sa.update(job).where(running).values(**columns))
-    return find(connection, registration.job), bool(made)
+    return find(connection, registration.job), made is not None
 
 
 def find(connection: sa.Connection, name: str) -> JobRow:
@@ -158,18 +158,19 @@ def _usage(windows: Sequence[Sequence[NodeSample]], samples: Sequence[JobSample]
     )
 
 
-def history(connection: sa.Connection, like: RegisterJob) -> tuple[PastJob, ...]:
-    """Jobs that succeeded and are most like this one, the newest first.
+def history(connection: sa.Connection, like: RegisterJob, before: float = math.inf) -> tuple[PastJob, ...]:
+    """Jobs that succeeded `before` that time and are most like this one, the newest first.
 
     With the same user, script and model size; if there is none, with the same script and size, then script and user.
     """
     if not like.script_hash:
         return ()
     owner, size = job.c.owner == like.user, job.c.model_size == like.model_size
+    ended = job.c.ended_at < before if math.isfinite(before) else job.c.ended_at.is_not(None)
     for match in ((owner & size) if like.user else size, size, owner):
         query = (
             sa.select(job.c.usage)
-            .where(job.c.script_hash == like.script_hash, job.c.succeeded.is_(True), match)
+            .where(job.c.script_hash == like.script_hash, job.c.succeeded.is_(True), ended, match)
             .order_by(job.c.ended_at.desc())
             .limit(PAST_JOBS)
         )
