@@ -24,6 +24,7 @@ try:
     from dlrover_hooks.master.brain.algorithm_executor import AlgorithmExecutor, check_name
     from dlrover_hooks.master.brain.algorithms.registry import PlanProblem
     from dlrover_hooks.master.brain.app import BrainApp, BrainService
+    from dlrover_hooks.master.brain.cluster_monitor import ClusterSampler, ProcessClusterMonitor
     from dlrover_hooks.master.brain.database.database import Database
     from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
 except ImportError as error:
@@ -91,6 +92,8 @@ class BrainCommands(click.Group):
               help="Ask this algorithm first for such a problem.")  # fmt: skip
 @click.option("--quota", multiple=True, metavar="TENANT=UNITS",
               help="Most cores (GPUs) of a tenant's jobs, where jobs want more than the cluster has.")  # fmt: skip
+@click.option("--monitor", default="none", type=click.Choice(["none", "process"]),
+              help="process: this machine is (a part of) the cluster, its cores are divided among jobs.")  # fmt: skip
 @click.option("--claim", default="60s", metavar="DURATION",
               help="Another process takes over an event that one has for longer.")  # fmt: skip
 @click.option("--forget-after", default="365d", metavar="DURATION", help="Finished jobs are deleted after it.")
@@ -118,7 +121,7 @@ def command(context: click.Context, database: str, log_level: str, **flags: Any)
 def serve(
     database: Database, *, host: str, port: int, fd: int | None, token: str | None, token_file: str | None,
     ssl_certfile: str | None, ssl_keyfile: str | None, ssl_client_ca: str | None, body_limit_bytes: int,
-    use: tuple[str, ...], quota: tuple[str, ...], claim: str, forget_after: str,
+    use: tuple[str, ...], quota: tuple[str, ...], monitor: str, claim: str, forget_after: str,
 ) -> None:  # fmt: skip
     """Serve until a signal arrives. Raises `HooksError` for errors that the caller can correct."""
     token = read_token(token_file) if token_file is not None else token
@@ -135,7 +138,10 @@ def serve(
     service = BrainService(database, processor)
     app = BrainApp(service, token=token, body_limit_bytes=body_limit_bytes)
     address, number = listener.getsockname()[:2]
+    sampler = ClusterSampler(ProcessClusterMonitor(), database) if monitor == "process" else None
     processor.start()
+    if sampler is not None:
+        sampler.start()
     try:
         scheme = "https" if ssl_certfile else "http"
         click.echo(f"dlrover-hooks brain: {scheme}://{address}:{number} pid {os.getpid()}", err=True)
@@ -143,6 +149,8 @@ def serve(
     finally:
         app.close()
         processor.stop()
+        if sampler is not None:
+            sampler.stop()
         database.close()
 
 

@@ -14,12 +14,14 @@ from alembic.runtime.migration import MigrationContext
 
 from dlrover_hooks.errors import DatabaseFailed, UnknownJob, UsageError
 from dlrover_hooks.master.brain.app import BrainService
+from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor, ClusterSample, ClusterSampler
 from dlrover_hooks.master.brain.database import events, housekeeping, jobs
 from dlrover_hooks.master.brain.database.database import Database, head
 from dlrover_hooks.master.brain.database.events import EventKind, NewEvent
-from dlrover_hooks.master.brain.database.tables import job, metadata, optimize_event, resource_plan
+from dlrover_hooks.master.brain.database.tables import cluster_sample, job, metadata, optimize_event, resource_plan
 from dlrover_hooks.master.brain.messages import AskPlan, EndJob, PlanAnswer, ReportSamples
 from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
+from dlrover_hooks.master.brain.records import ClusterView
 from dlrover_hooks.master.scaling import NodeGroupResource, NodeType, OptimizeStage, ResourcePlan
 from dlrover_hooks.protocol import Node
 from tests.brain_jobs import SIZE, sample, timed, told
@@ -301,9 +303,50 @@ def test_a_job_that_is_asked_for_again_and_again_keeps_few_events(database: Data
     assert count[0] <= events.QUIET_EVENTS + 2
 
 
-def test_a_failing_statement_changes_nothing_and_names_the_database(database: Database) -> None:
-    with pytest.raises(DatabaseFailed, match="no such table|does not exist"), database.writing() as connection:
+@pytest.mark.requirement("DL-103")
+def test_the_cluster_is_the_sum_of_its_machines_newest_samples(database: Database) -> None:
+    class Machine(ClusterMonitor):
+        def __init__(self, name: str, *cores: int) -> None:
+            self._name, self._cores = name, list(cores)
+
+        def collect(self) -> ClusterSample:
+            return ClusterSample("test", self._name, {"cpu": self._cores.pop(0), "v100": 2}, 0.0, 0, 0)
+
+    one, two = ClusterSampler(Machine("one", 4, 8), database), ClusterSampler(Machine("two", 16), database)
+    for sampler in (one, two, one):
+        sampler.write()
+    with database.reading() as connection:
+        now = database.now(connection)
+        assert jobs.cluster(connection, {"a": 3}, now) == ClusterView({"cpu": 24, "v100": 4}, (), {"a": 3})
+        assert jobs.cluster(connection, {}, now + jobs.FRESH_S + 60).capacity == {}
+
+
+@pytest.mark.requirement("DL-104")
+def test_jobs_are_planned_from_the_database_alone(database: Database, other: Database) -> None:
+    """A second Brain, which was told nothing, divides the cluster among jobs that were reported to the first."""
+    served = service(database)
+    with database.writing() as connection:
+        view = ClusterSample("test", "", {"cpu": 24}, 0.0, 0, 0)
+        connection.execute(sa.insert(cluster_sample).values(at=database.now(connection), platform="test", view=view))
+    for name in ("a", "b"):
+        registered(database, name, global_batch=256)
+        steps = [sample(n, speed=1 / (0.1 + 0.9 / n)) for n in ((1, 2, 4, 5) if name == "a" else (4, 2, 1))]
+        served.report(ReportSamples(name, timed(*steps)))
+    served.plan(AskPlan("a", OptimizeStage.RUNNING))
+    grown = service(other).plan(AskPlan("b", OptimizeStage.RUNNING))
+    assert "its share of the cluster is what it has" in grown.reason, "a has 20 of the 24 cores"
+    shrunk = service(other).plan(AskPlan("a", OptimizeStage.RUNNING, 99))
+    assert shrunk.plan.node_group_resources["worker"].count == 4, "beside 2 workers of b, which doubles at most"
+
+
+def change_and_fail(database: Database) -> None:
+    with database.writing() as connection:
         connection.execute(sa.update(job).values(look_at=5.0))
         connection.execute(sa.text("select * from missing_table"))
+
+
+def test_a_failing_statement_changes_nothing_and_names_the_database(database: Database) -> None:
     registered(database)
+    with pytest.raises(DatabaseFailed, match=r"no such table|does not exist"):
+        change_and_fail(database)
     assert rows(database, sa.select(job.c.look_at)) != [(5.0,)]

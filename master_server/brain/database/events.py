@@ -70,7 +70,7 @@ def create(connection: sa.Connection, job_id: int, event: NewEvent, now: float) 
         insert(optimize_event)
         .values(job_id=job_id, kind=event.kind.value, stage=event.stage.value, reason=event.reason,
                 oom_nodes=event.oom_nodes, config=event.config or {}, state="open", created_at=now, attempts=0,
-                error="")
+                decision="", error="")
         .on_conflict_do_nothing()
     )  # fmt: skip
     of_kind = sa.select(table.id).where(table.job_id == job_id, table.kind == event.kind.value)
@@ -131,7 +131,7 @@ def finish(
     done = connection.execute(
         sa.update(optimize_event)
         .where(table.id == claimed.event_id, table.state == "claimed", table.attempts == claimed.attempt)
-        .values(state="done", finished_at=now, error=error)
+        .values(state="done", finished_at=now, decision=f"{answer.algorithm}: {answer.reason}", error=error)
     ).rowcount
     if not done:
         return False
@@ -162,11 +162,13 @@ def drop_open(connection: sa.Connection, job_id: int, why: str, now: float) -> N
 def outcome(connection: sa.Connection, event_id: int) -> PlanAnswer | None:
     """What came of an event; None: it is not finished."""
     table = optimize_event.c
-    row = connection.execute(sa.select(table.state, table.error).where(table.id == event_id)).first()
+    row = connection.execute(sa.select(table.state, table.decision, table.error).where(table.id == event_id)).first()
     if row is not None and row.state in ("open", "claimed"):
         return None
     plan = connection.execute(sa.select(resource_plan).where(resource_plan.c.event_id == event_id)).first()
-    return PlanAnswer(reason=row.error if row else "the event was forgotten") if plan is None else _answer(plan)
+    if plan is not None:
+        return _answer(plan)
+    return PlanAnswer(reason=row.decision or row.error if row else "the event was forgotten")
 
 
 def unseen_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -181,19 +181,23 @@ def history(connection: sa.Connection, like: RegisterJob, before: float = math.i
 
 
 def cluster(connection: sa.Connection, quotas: Mapping[str, int], now: float) -> ClusterView:
-    """The newest sample of the cluster, and the jobs that run."""
+    """The newest sample of each machine, or of the whole cluster, and the jobs that run."""
     fresh = now - FRESH_S
-    view = connection.execute(
-        sa.select(cluster_sample.c.view).where(cluster_sample.c.at >= fresh)
-        .order_by(cluster_sample.c.at.desc()).limit(1)
-    ).scalar_one_or_none()  # fmt: skip
+    samples = connection.execute(
+        sa.select(cluster_sample.c.view).where(cluster_sample.c.at >= fresh).order_by(cluster_sample.c.at.desc())
+    ).scalars()
+    capacity, sources = Counter[str](), set[str]()
+    for view in samples:
+        if view["source"] not in sources:
+            sources.add(view["source"])
+            capacity.update(view["capacity"])
     plans = sa.select(sa.func.count()).where(resource_plan.c.job_id == job.c.id).scalar_subquery()
     rows = connection.execute(
         sa.select(*_COLUMNS, job.c.curve, plans.label("plans"))
         .where(job.c.ended_at.is_(None), job.c.sampled_at >= fresh, job.c.curve.is_not(None))
     ).all()  # fmt: skip
     return ClusterView(
-        capacity=view["capacity"] if view else {},
+        capacity=dict(capacity),
         jobs=tuple(_running(_job_row(row[:5]), row.curve, row.plans, now) for row in rows if row.curve),
         quotas=dict(quotas),
     )

@@ -79,13 +79,15 @@ optimize_event = Table(
     Column("claimed_by", String(256)),
     Column("claim_deadline", Number),
     Column("finished_at", Number),
+    Column("decision", Text, nullable=False),
     Column("error", Text, nullable=False),
     Index("optimize_event_unfinished", "job_id", "kind", unique=True, sqlite_where=text(UNFINISHED),
           postgresql_where=text(UNFINISHED)),
     Index("optimize_event_state", "state", "id"),
     Index("optimize_event_of_job", "job_id", "kind", "id"),
 )  # fmt: skip
-"""At most one unfinished event of a kind for each job."""
+"""At most one unfinished event of a kind for each job. `decision`: what came of it; `error`: of algorithms that gave no
+answer."""
 
 resource_plan = Table(
     "resource_plan",

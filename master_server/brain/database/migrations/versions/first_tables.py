@@ -83,6 +83,7 @@ def _optimize_event() -> None:
         sa.Column("claimed_by", sa.String(256)),
         sa.Column("claim_deadline", _NUMBER),
         sa.Column("finished_at", _NUMBER),
+        sa.Column("decision", sa.Text, nullable=False),
         sa.Column("error", sa.Text, nullable=False),
     )
     unfinished = sa.text("state in ('open', 'claimed')")
