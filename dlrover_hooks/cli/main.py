@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dlrover_hooks import __version__
+from dlrover_hooks.cli.brain import brain
 from dlrover_hooks.cli.check import check
 from dlrover_hooks.cli.ckpt import ckpt
 from dlrover_hooks.cli.forget_job import forget
@@ -69,6 +70,7 @@ def main() -> None:
     """
 
 
+main.add_command(brain)
 main.add_command(check)
 main.add_command(ckpt)
 main.add_command(forget)
