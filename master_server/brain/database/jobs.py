@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from dlrover_hooks.errors import UnknownJob
 from dlrover_hooks.master.brain.database.tables import cluster_sample, job, job_sample, resource_plan
 from dlrover_hooks.master.brain.messages import RegisterJob, TimedSample
-from dlrover_hooks.master.brain.records import ClusterView, JobRecord, NodeUsage, PastJob, RunningJob, SpeedPoint
+from dlrover_hooks.master.brain.records import ActiveJob, ClusterView, JobRecord, NodeUsage, PastJob, SpeedPoint
 from dlrover_hooks.master.scaling.optimizer import OptimizeStage
 from dlrover_hooks.protocol import JobSample, Node, NodeSample, NodeType
 
@@ -209,9 +209,9 @@ def keep_curve(connection: sa.Connection, job_id: int, kind: str, units: int, cu
     connection.execute(sa.update(job).where(job.c.id == job_id).values(curve=value))
 
 
-def _running(row: JobRow, curve: Any, plans: int, now: float) -> RunningJob:
+def _running(row: JobRow, curve: Any, plans: int, now: float) -> ActiveJob:
     registration = row.registration
-    return RunningJob(
+    return ActiveJob(
         registration.job, curve["kind"], curve["units"], msgspec.convert(curve["curve"], tuple[SpeedPoint, ...]),
         registration.tenant, registration.weight, max(0.0, now - row.registered_at), plans,
     )  # fmt: skip
