@@ -26,7 +26,7 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
-_COMMANDS = ("run", "check", "vitals", "scale", "rehearse", "forget")
+_COMMANDS = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget")
 
 
 def tables() -> dict[str, str]:

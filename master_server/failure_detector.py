@@ -22,6 +22,7 @@ from dlrover_hooks.protocol import (
     Attach,
     AwaitCheck,
     AwaitCluster,
+    AwaitNodes,
     AwaitPlan,
     AwaitTasks,
     DeleteJob,
@@ -41,7 +42,7 @@ from dlrover_hooks.protocol import (
 log = logging.getLogger("dlrover_hooks.master")
 _SPEAK = (TakeLeases, Join, RegisterTask)
 """Events that only show that their sender lives, the most frequent first."""
-_UNTRACKED = (AwaitTasks, AwaitCluster, AwaitCheck)
+_UNTRACKED = (AwaitTasks, AwaitCluster, AwaitCheck, AwaitNodes)
 
 
 class _Speaker(enum.Enum):

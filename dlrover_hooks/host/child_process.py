@@ -7,8 +7,9 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from dlrover_hooks.host.parent_death import die_with_parent as _die_with_parent
@@ -19,6 +20,8 @@ _DEATH_S = 5.0
 """A killed process ends within milliseconds, unless it is in uninterruptible sleep in the kernel."""
 ALIVE = set[int]()
 """Process ids of children of this process that are not reaped yet."""
+STARTING = threading.Lock()
+"""Held while a process exists that is not in `ALIVE` yet: what reaps all others waits for it."""
 
 
 class Process(Protocol):
@@ -37,7 +40,10 @@ class Child:
 
     Args:
         name: its name in log messages, such as "worker 1".
-        die_with_parent: the kernel kills it if the launcher dies (for workers, whose round is then over).
+        die_with_parent: the kernel kills it if the thread that starts it ends, and so if the launcher dies (for
+            workers, whose round is then over).
+        before_exec: called in the new process before it runs `command`: system calls only. If it fails, OSError is
+            raised here.
     """
 
     def __init__(
@@ -50,21 +56,39 @@ class Child:
         die_with_parent: bool = False,
         stdout: int | None = None,
         stderr: int | None = None,
+        before_exec: Callable[[], object] | None = None,
     ) -> None:
         self.name, self.started_at = name, time.monotonic()
-        self._process: Process = subprocess.Popen(
-            command,
-            env=dict(env),
-            pass_fds=pass_fds,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            preexec_fn=_die_with_parent if die_with_parent else None,
-        )
-        self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
-        ALIVE.add(self.pid)
+
+        def prepare() -> None:
+            if die_with_parent:
+                _die_with_parent()
+            if before_exec is not None:
+                before_exec()
+
+        with STARTING:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=dict(env),
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    preexec_fn=prepare if die_with_parent or before_exec is not None else None,
+                )
+            except subprocess.SubprocessError as error:  # of `prepare`
+                raise OSError(f"{name}: its limits could not be set before it ran") from error
+            self._process: Process = process
+            self.pid = process.pid
+            try:
+                self._pidfd = os.pidfd_open(self.pid)
+            except OSError:  # too many open files: nothing would ever learn of its end
+                process.kill()
+                process.wait()
+                raise
+            ALIVE.add(self.pid)
 
     def fileno(self) -> int:
         return self._pidfd

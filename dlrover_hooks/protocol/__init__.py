@@ -140,6 +140,7 @@ from dlrover_hooks.protocol.resource_plans import (
     Node as Node,
     NodeGroupResource as NodeGroupResource,
     NodeResource as NodeResource,
+    OptimizeStage as OptimizeStage,
     ResourceLimits as ResourceLimits,
     ResourcePlan as ResourcePlan,
     ScalePlan as ScalePlan,
@@ -148,6 +149,20 @@ from dlrover_hooks.protocol.routes import (
     ROUTES as ROUTES,
     Route as Route,
     Routes as Routes,
+)
+from dlrover_hooks.protocol.scaling_messages import (
+    AwaitNodes as AwaitNodes,
+    DesiredNodes as DesiredNodes,
+    NodeChange as NodeChange,
+    NodeExit as NodeExit,
+    Plans as Plans,
+    PlanView as PlanView,
+    ReportNodes as ReportNodes,
+    ScaleNodes as ScaleNodes,
+    ScalingMode as ScalingMode,
+    ScalingPace as ScalingPace,
+    ShowPlans as ShowPlans,
+    StartScaling as StartScaling,
 )
 from dlrover_hooks.protocol.view_messages import (
     LISTED_GONE as LISTED_GONE,

@@ -8,7 +8,7 @@ import msgspec
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.ps_messages import NodeType
-from dlrover_hooks.protocol.resource_plans import NodeResource
+from dlrover_hooks.protocol.resource_plans import Mebibytes, NodeResource
 
 _MOST_MEMORY = 1 << 40
 
@@ -23,7 +23,7 @@ class NodeSample(msgspec.Struct, frozen=True):
     type: NodeType
     config_resource: NodeResource
     cpu: float
-    memory: int
+    memory: Mebibytes
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.cpu) or self.cpu < 0 or not 0 <= self.memory <= _MOST_MEMORY:

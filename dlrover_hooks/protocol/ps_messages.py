@@ -12,15 +12,17 @@ from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Rank,
 
 
 class NodeType(enum.Enum):
-    """What a task does."""
+    """What a node or a task does. Plans may name all of these; the tasks of a job are chief, servers and workers."""
 
     CHIEF = "chief"
     PS = "ps"
     WORKER = "worker"
+    EVALUATOR = "evaluator"
+    MASTER = "master"
 
 
 class NodeStatus(enum.Enum):
-    """Where a task is in its life.
+    """Where a node or a task is in its life.
 
     INITIAL: to be started. RUNNING: registered and alive. PRE_DROPPED: alive, but not in the announced cluster version;
     it is stopped once the chief has left it. FAILED: dead or unreachable, and not fenced: its process may still exist

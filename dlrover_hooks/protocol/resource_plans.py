@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Collection
+from typing import Annotated
 
 import msgspec
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol.base_messages import Count, Rank
 from dlrover_hooks.protocol.ps_messages import NodeStatus, NodeType
+
+Mebibytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 43) - 1)]
+
+
+class OptimizeStage(enum.Enum):
+    """How far a job is. RUNNING plans parameter servers first, then workers."""
+
+    CREATE = "job_stage_create"
+    WORKER_INITIAL = "job_stage_worker_initial"
+    PS_INITIAL = "job_stage_ps_initial"
+    RUNNING = "job_stage_running"
 
 
 class NodeResource(msgspec.Struct, frozen=True):
@@ -18,9 +32,9 @@ class NodeResource(msgspec.Struct, frozen=True):
     """
 
     cpu: float = 0.0
-    memory: int = 0
+    memory: Mebibytes = 0
     gpu_type: str = ""
-    gpu_num: int = 0
+    gpu_num: Rank = 0
     priority: str = ""
 
     def __post_init__(self) -> None:
@@ -33,7 +47,7 @@ class NodeResource(msgspec.Struct, frozen=True):
 class NodeGroupResource(msgspec.Struct, frozen=True):
     """All nodes of one type: how many, and what each of them has. Raises `UsageError` if `count` is negative."""
 
-    count: int = 0
+    count: Rank = 0
     node_resource: NodeResource = NodeResource()
 
     def __post_init__(self) -> None:
@@ -69,10 +83,10 @@ class ResourceLimits(msgspec.Struct, frozen=True):
     """
 
     cpu: float
-    memory: int
-    min_workers: int = 1
-    max_workers: int = 60
-    max_ps: int = 15
+    memory: Mebibytes
+    min_workers: Rank = 1
+    max_workers: Rank = 60
+    max_ps: Rank = 15
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu) and self.cpu >= 1 and self.memory >= 1024):
@@ -98,7 +112,7 @@ class Node(msgspec.Struct, frozen=True):
     """One node of a job. Without a name it is called by its type and id, as in `worker-0`."""
 
     type: NodeType
-    id: int
+    id: Count
     config_resource: NodeResource = NodeResource()
     name: str = ""
     status: NodeStatus = NodeStatus.INITIAL

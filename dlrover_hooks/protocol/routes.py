@@ -74,6 +74,15 @@ from dlrover_hooks.protocol.ps_messages import (
     Task,
     Tasks,
 )
+from dlrover_hooks.protocol.scaling_messages import (
+    AwaitNodes,
+    DesiredNodes,
+    Plans,
+    ReportNodes,
+    ScaleNodes,
+    ShowPlans,
+    StartScaling,
+)
 from dlrover_hooks.protocol.view_messages import DeleteJob, Jobs, JobView, JobVitals, ListJobs, ShowJob, ShowVitals
 from dlrover_hooks.protocol.vitals_messages import NextVitals, NodeVitals
 
@@ -172,6 +181,34 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="GET", path="/v1/jobs/{job}/tasks", request=ShowTasks, reply=Tasks, summary="All tasks, as they stand."
     ),
+    Route(
+        method="POST",
+        path="/v1/scaling/start",
+        request=StartScaling,
+        reply=DesiredNodes,
+        event=True,
+        summary="Have the nodes of a job planned.",
+    ),
+    Route(
+        method="POST",
+        path="/v1/scaling/scale",
+        request=ScaleNodes,
+        reply=DesiredNodes,
+        event=True,
+        summary="Set or release a user's plan.",
+    ),
+    Route(
+        method="POST", path="/v1/scaling/nodes", request=ReportNodes, reply=Done, event=True, summary="Nodes changed."
+    ),
+    Route(
+        method="POST",
+        path="/v1/scaling/await",
+        request=AwaitNodes,
+        reply=DesiredNodes,
+        waits=True,
+        summary="Wait for other nodes to be planned.",
+    ),
+    Route(method="GET", path="/v1/jobs/{job}/plans", request=ShowPlans, reply=Plans, summary="Plans of a job's nodes."),
     Route(
         method="POST",
         path="/v1/cluster/await",

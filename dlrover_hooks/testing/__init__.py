@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         FaultyStore as FaultyStore,
         faulty_store as faulty_store,
     )
+    from dlrover_hooks.testing.scaler_fake import FakeScaler as FakeScaler
     from dlrover_hooks.testing.tcp_proxy import Proxy as Proxy
 
 _PUBLIC = {
@@ -28,6 +29,7 @@ _PUBLIC = {
     **dict.fromkeys(("Fault", "Kind", "Moment", "Target"), "faults.fault_plan"),
     "InjectedFault": "faults.fault_actions",
     "arm": "faults.drill",
+    "FakeScaler": "scaler_fake",
     "Proxy": "tcp_proxy",
 }
 

@@ -22,7 +22,9 @@ from dlrover_hooks.master.core.events import (
     FinishWritten,
     Key,
     Lost,
+    PlanMade,
     Reshare,
+    Sampled,
     Tick,
 )
 from dlrover_hooks.master.core.job import (
@@ -36,6 +38,7 @@ from dlrover_hooks.master.core.job import (
     knows,
     seat,
 )
+from dlrover_hooks.master.core.job_scaling import plan_requests
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
@@ -60,9 +63,12 @@ from dlrover_hooks.protocol import (
     OpenLedger,
     Preempt,
     RegisterTask,
+    ReportNodes,
     ReportTask,
     ReportTransfer,
+    ScaleNodes,
     ScaleTasks,
+    StartScaling,
     TakeLeases,
     Vote,
     Voted,
@@ -185,6 +191,11 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     EndTasks: task_requests.end_tasks,
     JoinCheck: check_requests.join,
     ReportTransfer: check_requests.transfer,
+    StartScaling: plan_requests.start,
+    ScaleNodes: plan_requests.scale,
+    ReportNodes: plan_requests.report,
+    Sampled: plan_requests.sampled,
+    PlanMade: plan_requests.made,
     Lost: member_changes.lost,
     EndStalled: member_changes.end_stalled,
     EndSlow: member_changes.end_slow,

@@ -52,7 +52,13 @@ class ReleaseClaims(Message, frozen=True):
     job: str
 
 
-Effect = Wake | RoundFormed | Deadline | CommitGeneration | WriteFinished | ReleaseClaims
+class PlanDue(Message, frozen=True):
+    """The state of a job whose nodes are planned has changed: a plan may be due before the next window."""
+
+    job: str
+
+
+Effect = PlanDue | Wake | RoundFormed | Deadline | CommitGeneration | WriteFinished | ReleaseClaims
 
 
 def round_topic(job: str) -> str:
@@ -78,6 +84,11 @@ def parting_topic(job: str) -> str:
 def tasks_topic(job: str) -> str:
     """Woken when the tasks of a parameter server job changed."""
     return f"tasks {job}"
+
+
+def nodes_topic(job: str) -> str:
+    """Woken when the nodes that a job is to have changed."""
+    return f"nodes {job}"
 
 
 def cluster_topic(job: str) -> str:

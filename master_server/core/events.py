@@ -10,7 +10,16 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.protocol import ROUTES, Generation, Message, Shares, StragglerPolicy
+from dlrover_hooks.protocol import (
+    ROUTES,
+    Generation,
+    JobSample,
+    Message,
+    OptimizeStage,
+    ResourcePlan,
+    Shares,
+    StragglerPolicy,
+)
 
 
 class Lost(Message, frozen=True):
@@ -92,11 +101,36 @@ class ForgetFinished(Message, frozen=True):
     before: float
 
 
+class Sampled(Message, frozen=True):
+    """A window of a job whose nodes are planned was measured."""
+
+    job: str
+    sample: JobSample
+
+
+class PlanMade(Message, frozen=True):
+    """The optimizer has made a plan for the job, which is in `stage` from now on. Empty: nothing else changes.
+
+    `verified`: it is compared with the speed before it. `predicted`: steps per second, if a model predicts them.
+    """
+
+    job: str
+    plan: ResourcePlan
+    stage: OptimizeStage
+    reason: str
+    predicted: float | None = None
+    verified: bool = True
+    answers_out_of_memory: bool = False
+    """It is the plan for the nodes that were killed for memory."""
+
+
 INTERNAL: tuple[type[Message], ...] = (
     Lost,
     EndStalled,
     EndSlow,
     Reshare,
+    Sampled,
+    PlanMade,
     Tick,
     Committed,
     CommitFailed,

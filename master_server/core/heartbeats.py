@@ -49,9 +49,9 @@ class LivenessLease(msgspec.Struct):
     """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
     `ears`: number of its open watch connections. `cut`: the last one has ended without an answer, and it has sent
-    nothing since. `beats`: it has sent a heartbeat. `interval_s`: what it was told last. `judged`: how far the verdict
-    on its `stall` is. `new_phases`: they are not judged yet. It was slow, by `slow_phase`, in the last `slow_windows`,
-    for `slow_s`, or not slow in the last `fine_windows`.
+    nothing since. `beats`: it has sent a heartbeat. `interval_s`: what it was told last. `step_at`: when the heartbeat
+    with its greatest step arrived. `judged`: how far the verdict on its `stall` is. `new_phases`: they are not judged
+    yet. It was slow, by `slow_phase`, in the last `slow_windows`, for `slow_s`, or not slow in the last `fine_windows`.
     """
 
     until: float
@@ -62,6 +62,7 @@ class LivenessLease(msgspec.Struct):
     beats: bool = False
     interval_s: float = 0.0
     step: int = 0
+    step_at: float = 0.0
     vitals: Vitals | None = None
     stall: Stall | None = None
     judged: Judged = Judged.NO
@@ -147,6 +148,7 @@ def beat(
     _clear(nodes, pulse)
     if step > pulse.step:
         _advance(nodes, name, pulse, step)
+        pulse.step_at = now
     pulse.vitals, pulse.stall = vitals or pulse.vitals, stall
     if stall is None:
         pulse.judged = Judged.NO

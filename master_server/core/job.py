@@ -22,6 +22,7 @@ from dlrover_hooks.master.core.effects import (
     plan_topic,
     watch_topic,
 )
+from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling
 from dlrover_hooks.master.core.leased_data.ledger import Ledgers
 from dlrover_hooks.master.core.node_check.check_state import NodeCheck
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
@@ -115,6 +116,8 @@ class Job(msgspec.Struct):
     """The key-value store of the current round."""
     ps: PSClusters | None = None
     """The tasks of a parameter server job."""
+    scaling: JobScaling | None = None
+    """The plans for its nodes, if the master makes them."""
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
     restored_from: Source | None = None
     finished: bool = False
@@ -156,7 +159,8 @@ class Job(msgspec.Struct):
     def only_checked(self) -> bool:
         """Its nodes were checked, and nothing else has ever been requested for it."""
         checked = self.check.number > 0 and not self.check.standing
-        return checked and not self.run and self.ps is None and not self.ledgers.named
+        unused = not self.run and self.ps is None and self.scaling is None
+        return checked and unused and not self.ledgers.named
 
     @property
     def processes(self) -> int:
@@ -234,6 +238,8 @@ def arm(job: Job, now: float, effects: Effects) -> None:
     dues.append(job.check.due)
     if job.ps is not None and not job.finished:
         dues.append(job.ps.due(now))
+    if job.scaling is not None:
+        dues.append(job.scaling.due)
     at = min(dues, default=math.inf)
     if at < job.alarm:
         job.alarm = at

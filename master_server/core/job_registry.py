@@ -17,6 +17,7 @@ from dlrover_hooks.master.core.effects import (
     Wake,
     check_topic,
     cluster_topic,
+    nodes_topic,
     parting_topic,
     plan_topic,
     round_topic,
@@ -26,9 +27,19 @@ from dlrover_hooks.master.core.effects import (
 )
 from dlrover_hooks.master.core.events import ForgetFinished, Key
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, JoinCheck, Message, OpenLedger, ScaleTasks
+from dlrover_hooks.protocol import (
+    Attach,
+    DeleteJob,
+    Done,
+    Join,
+    JoinCheck,
+    Message,
+    OpenLedger,
+    ScaleTasks,
+    StartScaling,
+)
 
-_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic, check_topic)
+_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic, check_topic, nodes_topic)
 """Of every job; those of its ledgers have the name of the ledger too."""
 
 
@@ -83,7 +94,7 @@ def repeated(state: Master, event: Message, key: Key) -> Message | None:
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
-    if isinstance(event, (ScaleTasks, JoinCheck)) or (isinstance(event, OpenLedger) and event.free):
+    if isinstance(event, (ScaleTasks, JoinCheck, StartScaling)) or (isinstance(event, OpenLedger) and event.free):
         return _create(state, event, now, key)
     if isinstance(event, DeleteJob):
         return _delete(state, event)
@@ -109,10 +120,14 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutco
     return outcome
 
 
-def _create(state: Master, event: OpenLedger | ScaleTasks | JoinCheck, now: float, key: Key | None) -> EventOutcome:
+def _create(
+    state: Master, event: OpenLedger | ScaleTasks | JoinCheck | StartScaling, now: float, key: Key | None
+) -> EventOutcome:
     """Apply an event that may create the job before any process has joined. The first join then names its run."""
     if not event.job:
-        raise BadRequest("A ledger, a task or a node check needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+        raise BadRequest(
+            "A ledger, a task, a node check or a plan needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB."
+        )
     _check_name(event.job)
     job = state.jobs.get(event.job) or Job(name=event.job, run="")
     outcome = dispatch.apply(job, event, now, key)
@@ -148,7 +163,7 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
     return EventOutcome(reply=Done(), effects=tuple(effects))
 
 
-_PARTS = ("/tasks", "/vitals", "/check")
+_PARTS = ("/tasks", "/vitals", "/check", "/plans")
 _ENDINGS = ", ".join(map(repr, _PARTS[:-1])) + f" or {_PARTS[-1]!r}"
 
 

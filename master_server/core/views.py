@@ -13,6 +13,7 @@ from dlrover_hooks.master.core.effects import (
     check_topic,
     cluster_topic,
     key_topic,
+    nodes_topic,
     parting_topic,
     plan_topic,
     round_topic,
@@ -23,6 +24,7 @@ from dlrover_hooks.master.core.effects import (
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job, in_round, knows
 from dlrover_hooks.master.core.job_registry import Master, job_named
+from dlrover_hooks.master.core.job_scaling import plan_requests
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
@@ -33,6 +35,7 @@ from dlrover_hooks.protocol import (
     AwaitCheck,
     AwaitCluster,
     AwaitKeys,
+    AwaitNodes,
     AwaitParting,
     AwaitPlan,
     AwaitRound,
@@ -41,6 +44,7 @@ from dlrover_hooks.protocol import (
     Beat,
     CheckReport,
     CheckStep,
+    DesiredNodes,
     Heartbeat,
     Jobs,
     JobView,
@@ -61,11 +65,13 @@ from dlrover_hooks.protocol import (
     Parting,
     Phase,
     Plan,
+    Plans,
     PSCluster,
     Seated,
     ShowCheck,
     ShowJob,
     ShowLedger,
+    ShowPlans,
     ShowTasks,
     ShowVitals,
     Tasks,
@@ -73,7 +79,18 @@ from dlrover_hooks.protocol import (
     Watch,
 )
 
-Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | AwaitCheck | Watch
+Poll = (
+    AwaitRound
+    | AwaitPlan
+    | AwaitShards
+    | AwaitKeys
+    | AwaitNodes
+    | AwaitParting
+    | AwaitTasks
+    | AwaitCluster
+    | AwaitCheck
+    | Watch
+)
 
 
 def query(state: Master, nodes: Nodes, request: Message, now: float = 0.0) -> Message | None:
@@ -104,6 +121,8 @@ def nothing(request: Message) -> Message | None:
         return Tasks(number=request.after)
     if isinstance(request, AwaitCluster):
         return PSCluster(version=request.after)
+    if isinstance(request, AwaitNodes):
+        return DesiredNodes(number=request.after)
     return _NOTHING.get(type(request))
 
 
@@ -343,6 +362,16 @@ def _awaited_check(state: Master, nodes: Nodes, request: AwaitCheck) -> CheckSte
     return check_requests.awaited(job_named(state, request.job), request)
 
 
+def _plans(state: Master, nodes: Nodes, request: ShowPlans) -> Plans:
+    del nodes
+    return plan_requests.show(job_named(state, request.job), state.now)
+
+
+def _awaited_nodes(state: Master, nodes: Nodes, request: AwaitNodes) -> DesiredNodes | None:
+    del nodes
+    return plan_requests.awaited(job_named(state, request.job), request)
+
+
 _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ListJobs: _jobs,
     ShowJob: _job,
@@ -360,6 +389,8 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ShowTasks: _tasks,
     AwaitTasks: _awaited_tasks,
     AwaitCluster: _awaited_cluster,
+    ShowPlans: _plans,
+    AwaitNodes: _awaited_nodes,
     ShowCheck: _check,
     AwaitCheck: _awaited_check,
 }
@@ -368,6 +399,7 @@ _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitPlan: plan_topic,
     AwaitParting: parting_topic,
     AwaitTasks: tasks_topic,
+    AwaitNodes: nodes_topic,
     AwaitCluster: cluster_topic,
     AwaitCheck: check_topic,
     Watch: watch_topic,

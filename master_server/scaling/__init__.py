@@ -1,12 +1,15 @@
-"""Which resources jobs should have: plans, the models of their speed, the optimizer of a single job, the allocation.
+"""Which resources jobs should have: the manager of a job, its optimizer, the models of its speed, the allocation.
 
-Pure: no clock, I/O or threads. Nothing starts or stops nodes here. scipy (extra `scaling`) is imported at the first
-fit of a model. Entry point: `LocalOptimizer`. `plan_verification` decides whether a plan is kept, `allocation` divides
-a cluster among jobs.
+Pure: no clock, I/O or threads. Nothing starts or stops nodes here. numpy, and scipy (extra `scaling`) at the first fit
+of a model, are imported with the `LocalOptimizer`, not before. Entry point: `job_manager.JobManager`. `allocation`
+divides a cluster among jobs.
 """
 
-from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
-from dlrover_hooks.master.scaling.optimizer import OptimizeStage, ResourceOptimizer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dlrover_hooks.master.scaling.optimizer import ResourceOptimizer
 from dlrover_hooks.protocol import (
     JobSample,
     Node,
@@ -15,10 +18,14 @@ from dlrover_hooks.protocol import (
     NodeSample,
     NodeStatus,
     NodeType,
+    OptimizeStage,
     ResourceLimits,
     ResourcePlan,
     ScalePlan,
 )
+
+if TYPE_CHECKING:
+    from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
 
 __all__ = [
     "JobSample",
@@ -35,3 +42,11 @@ __all__ = [
     "ResourcePlan",
     "ScalePlan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LocalOptimizer":
+        from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
+
+        return LocalOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

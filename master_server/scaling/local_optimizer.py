@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.master.core.job_scaling import job_statistics
+from dlrover_hooks.master.core.job_scaling.job_statistics import Configuration, JobStatistics, configuration
 from dlrover_hooks.master.scaling import rules
-from dlrover_hooks.master.scaling.optimizer import NO_CONFIG, OptimizeStage, ResourceOptimizer
+from dlrover_hooks.master.scaling.optimizer import NO_CONFIG, ResourceOptimizer
 from dlrover_hooks.master.scaling.speed_models import (
     PS_TERMS,
     StepTime,
@@ -25,14 +26,11 @@ from dlrover_hooks.protocol import (
     NodeGroupResource,
     NodeResource,
     NodeType,
+    OptimizeStage,
     ResourceLimits,
     ResourcePlan,
 )
 
-RECENT = 5
-"""Samples that the rules use, and that each configuration keeps."""
-CONFIGURATIONS = 64
-"""Configurations whose speed is kept; the one that was measured longest ago is forgotten first."""
 PAYS = 0.95
 """The smallest job is planned that has this share of the best predicted speed."""
 GROWTH = 2
@@ -41,19 +39,23 @@ WORTH = 0.03
 """A plan that is predicted to gain less than this share of the speed, and to need no fewer nodes, is not made."""
 ALL_REDUCE_POINTS = 3
 """Numbers of workers that are measured before the model is fitted."""
-Configuration = tuple[int, ...]
-"""(servers, workers) of a job with parameter servers, (workers,) of another one."""
 
 
 class LocalOptimizer(ResourceOptimizer):
-    """For Single-Job Mode, without a service: statistics are in memory, and nothing is known of the cluster.
+    """For Single-Job Mode, without a service: it knows the `statistics` of its job, and nothing of the cluster.
 
     `ps`: the job has parameter servers. Otherwise it is an all-reduce job with a fixed `global_batch` (samples) and
     `workers_per_host`. Not thread-safe: one thread calls it.
     """
 
     def __init__(
-        self, limits: ResourceLimits, *, ps: bool = False, global_batch: int = 1, workers_per_host: int = 1
+        self,
+        limits: ResourceLimits,
+        *,
+        ps: bool = False,
+        global_batch: int = 1,
+        workers_per_host: int = 1,
+        statistics: JobStatistics | None = None,
     ) -> None:
         if global_batch < 1 or workers_per_host < 1:
             raise UsageError(
@@ -61,30 +63,11 @@ class LocalOptimizer(ResourceOptimizer):
             )
         self.limits, self.ps = limits, ps
         self.global_batch, self.workers_per_host = global_batch, workers_per_host
-        self._recent: deque[JobSample] = deque(maxlen=RECENT)
-        self._speeds: dict[Configuration, deque[float]] = {}
+        self.statistics = statistics or JobStatistics()
 
     def observe(self, sample: JobSample) -> None:
-        """Take in what was measured over one window. A sample without progress counts for the rules only.
-
-        With nodes of other sizes than before, the speeds of all configurations are forgotten: they were those of other
-        nodes. Raises `UsageError` for a sample without workers, or without servers in a job that has them.
-        """
-        current = _configuration(sample, self.ps)
-        if not all(current):
-            kinds = "parameter servers and workers" if self.ps else "workers"
-            raise UsageError(f"sample of a job: it has {current} nodes", hint=f"a sample needs {kinds}")
-        if self._recent and _sizes(self._recent[-1]) != _sizes(sample):
-            self._recent.clear()
-            self._speeds.clear()
-        if self._recent and self._current != current:
-            self._recent.clear()  # the use of other nodes says nothing about these
-        self._recent.append(sample)
-        if sample.speed > 0:
-            self._speeds[current] = self._speeds.pop(current, deque(maxlen=RECENT))
-            self._speeds[current].append(sample.speed)
-            if len(self._speeds) > CONFIGURATIONS:
-                del self._speeds[next(iter(self._speeds))]
+        """Take in what was measured over one window; see `job_statistics.observed`. Raises `UsageError`."""
+        self.statistics = job_statistics.observed(self.statistics, sample, ps=self.ps)
 
     def generate_opt_plan(self, stage: OptimizeStage, config: Mapping[str, Any] = NO_CONFIG) -> ResourcePlan:
         """By the rules until enough was measured, then by the model. Empty: the job stays as it is."""
@@ -124,6 +107,15 @@ class LocalOptimizer(ResourceOptimizer):
             return ResourcePlan()
         return self._plan(best)
 
+    def predict(self, plan: ResourcePlan) -> float | None:
+        """Steps per second with the nodes of `plan`, by the model. None: it is not determined, or sizes change."""
+        if not self._recent or not self._determined or plan.node_resources:
+            return None
+        names = [rules.PS, rules.WORKER] if self.ps else [rules.WORKER]
+        groups = [plan.node_group_resources.get(name) for name in names]
+        counts = [now if group is None else group.count for group, now in zip(groups, self._current, strict=True)]
+        return float(self._fitted()(*counts))
+
     @property
     def predicted(self) -> float | None:
         """Steps per second of the configuration that was measured last, by the model. None: it is not determined."""
@@ -140,16 +132,20 @@ class LocalOptimizer(ResourceOptimizer):
         return {tuple(int(number) for number in choice): float(speed) for choice, speed in found}
 
     @property
+    def _recent(self) -> tuple[JobSample, ...]:
+        return self.statistics.recent
+
+    @property
     def _current(self) -> Configuration:
-        return _configuration(self._recent[-1], self.ps)
+        return configuration(self._recent[-1], ps=self.ps)
 
     @property
     def _determined(self) -> bool:
-        return len(self._speeds) >= (PS_TERMS if self.ps else ALL_REDUCE_POINTS)
+        return len(self.statistics.measured) >= (PS_TERMS if self.ps else ALL_REDUCE_POINTS)
 
     def _fitted(self) -> Any:
         """The speed as a function of a configuration."""
-        points = [(*where, sum(speeds) / len(speeds)) for where, speeds in self._speeds.items()]
+        points = [(*one.configuration, one.mean) for one in self.statistics.measured]
         if self.ps:
             return fit_ps_speed(points).speed
         model = fit_all_reduce([self._step(workers, 1 / speed) for workers, speed in points])
@@ -161,7 +157,8 @@ class LocalOptimizer(ResourceOptimizer):
 
     def _choices(self) -> Any:
         """Every configuration within the limits and `GROWTH`: an array with a row for each."""
-        measured = [max(numbers) * GROWTH for numbers in zip(*self._speeds, strict=True)]
+        points = [one.configuration for one in self.statistics.measured]
+        measured = [max(numbers) * GROWTH for numbers in zip(*points, strict=True)]
         counts = [np.arange(self.limits.min_workers, min(self.limits.max_workers, measured[-1]) + 1)]
         if self.ps:
             counts.insert(0, np.arange(1, min(self.limits.max_ps, measured[0]) + 1))
@@ -173,16 +170,16 @@ class LocalOptimizer(ResourceOptimizer):
 
         With exhausted servers only these; where nothing else fits, one worker less.
         """
-        current, measured = self._current, len(self._speeds)
+        current, known = self._current, {one.configuration for one in self.statistics.measured}
         larger = [(*current[:-1], min(2 * current[-1], self.limits.max_workers))]
         if self.ps:
             ps, workers = current
             more_servers = (min(2 * ps, self.limits.max_ps), workers)
             exhausted = max(node.cpu_share for node in self._recent[-1].of(NodeType.PS)) > rules.EXHAUSTED
-            larger = [more_servers] if exhausted else sorted([*larger, more_servers], reverse=measured % 2 == 0)
+            larger = [more_servers] if exhausted else sorted([*larger, more_servers], reverse=len(known) % 2 == 0)
         smaller = [(*current[:-1], current[-1] - 1)] if current[-1] > self.limits.min_workers else []
         for choice in [*larger, *smaller]:
-            if choice not in self._speeds and self._fits(np.array([choice]))[0]:
+            if choice not in known and self._fits(np.array([choice]))[0]:
                 return self._plan(choice)
         return ResourcePlan()
 
@@ -202,13 +199,3 @@ class LocalOptimizer(ResourceOptimizer):
         names = [rules.PS, rules.WORKER] if self.ps else [rules.WORKER]
         groups = zip(names, choice, self._resources(), self._current, strict=True)
         return ResourcePlan({name: NodeGroupResource(n, size) for name, n, size, now in groups if n != now})
-
-
-def _sizes(sample: JobSample) -> set[tuple[NodeType, float, int]]:
-    """What the nodes compute with. Memory is left out: more of it does not make a node faster."""
-    return {(node.type, node.config_resource.cpu, node.config_resource.gpu_num) for node in sample.nodes}
-
-
-def _configuration(sample: JobSample, ps: bool) -> Configuration:
-    workers = len(sample.of(NodeType.WORKER))
-    return (len(sample.of(NodeType.PS)), workers) if ps else (workers,)

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dlrover_hooks.protocol import Node, ResourcePlan
+from dlrover_hooks.protocol import Node, OptimizeStage, ResourcePlan
 
 NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 """Read-only, so that no call can leave something in it for the next one."""
-
-
-class OptimizeStage(enum.Enum):
-    """How far a job is. RUNNING plans parameter servers first, then workers."""
-
-    CREATE = "job_stage_create"
-    WORKER_INITIAL = "job_stage_worker_initial"
-    PS_INITIAL = "job_stage_ps_initial"
-    RUNNING = "job_stage_running"
 
 
 class ResourceOptimizer(metaclass=ABCMeta):
@@ -39,3 +29,7 @@ class ResourceOptimizer(metaclass=ABCMeta):
     @abstractmethod
     def generate_resource_plan_with_optimizer(self, config: Mapping[str, Any] = NO_CONFIG) -> ResourcePlan:
         """The plan of the fitted model alone."""
+
+    def predict(self, plan: ResourcePlan) -> float | None:
+        """Steps per second with this plan; None: nothing predicts them."""
+        return None

@@ -138,7 +138,7 @@ class Clusters(RuleBasedStateMachine):
     def scale(self, ps: int | None, workers: int | None, within_s: float) -> None:
         self.send(p.ScaleTasks("job", "cli", ps, workers, within_s))
 
-    @rule(kind=st.sampled_from(NodeType), index=st.integers(0, 3))
+    @rule(kind=st.sampled_from([CHIEF, PS, WORKER]), index=st.integers(0, 3))
     def migrate(self, kind: NodeType, index: int) -> None:
         self.send(p.MigrateTask("job", "cli", kind, index, ready_within_s=10.0))
 
@@ -154,7 +154,7 @@ class Clusters(RuleBasedStateMachine):
         for _ in range(10):
             self.start_one(0, False)
 
-    @rule(kind=st.sampled_from(NodeType), index=st.integers(0, 3))
+    @rule(kind=st.sampled_from([CHIEF, PS, WORKER]), index=st.integers(0, 3))
     def start_without_launcher(self, kind: NodeType, index: int) -> None:
         self.used += 1
         self.send(p.RegisterTask("job", f"u{self.used}", kind, index, f"pod:{self.used}"))

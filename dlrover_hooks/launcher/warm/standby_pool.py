@@ -72,7 +72,7 @@ class Standbys:
 
     def refill(self) -> None:
         """Start missing standbys."""
-        reap_orphans(children.ALIVE)
+        _reap_others()
         self._hear()
         if not self._has_room():
             return
@@ -124,7 +124,7 @@ class Standbys:
         """End the server and the idle standbys. Those that were taken continue."""
         self._stop()
         self._count = 0
-        reap_orphans(children.ALIVE)
+        _reap_others()
 
     # ---- within -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +224,11 @@ class Standbys:
             assert self._line is not None
             self._line.close()
             self._server = self._line = None
+
+
+def _reap_others() -> None:
+    with children.STARTING:
+        reap_orphans(children.ALIVE)
 
 
 def _said(line: socket.socket) -> tuple[bytes, list[int]] | None:

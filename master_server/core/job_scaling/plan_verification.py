@@ -8,14 +8,13 @@ too. Pure: every function returns a new `PlanHistory`. `now` is in seconds, at l
 from __future__ import annotations
 
 import enum
-import math
 import statistics
 from collections import Counter
 from typing import NamedTuple
 
 import msgspec
 
-from dlrover_hooks.protocol import JobSample, NodeGroupResource, NodeResource, NodeType, ResourcePlan
+from dlrover_hooks.protocol import JobSample, NodeGroupResource, NodeResource, NodeType, ResourcePlan, ScalingPace
 
 LOST = 0.05
 """A window counts as slower if the speed is below that of before by more than this share."""
@@ -25,16 +24,11 @@ MOST_WINDOWS = 6
 """After so many without two alike in succession, their median decides."""
 RECENT = 5
 """Windows whose median is the speed before a plan."""
-SETTLE_S = 60.0
-"""After the nodes of a plan all run, so long no window counts: caches are cold and programs are compiled."""
-START_S = 900.0
-"""Within this time the nodes of a plan must run. As long as DLRover waits for a pending Pod."""
-COOL_DOWN_S = 300.0
-"""After a decision, so long no plan is made."""
-BARRED_S = 3600.0
-"""A job that was rolled back is planned again only after this time, doubled with each rollback of the same one."""
 RECORDS = 64
 """Plans that the history keeps."""
+
+
+_EMPTY = ResourcePlan()
 
 
 class PlanOutcome(enum.Enum):
@@ -45,6 +39,8 @@ class PlanOutcome(enum.Enum):
     ROLLED_BACK = "rolled back"
     SUPERSEDED = "superseded"
     """Another plan had to be made before it was decided, as after a node that was killed for memory."""
+    CARRIED_OUT = "carried out"
+    """It is not compared: there was no speed before it, or it must not be taken back, as a user's plan."""
 
 
 class NodeCount(msgspec.Struct, frozen=True):
@@ -68,11 +64,11 @@ class PlanRecord(msgspec.Struct, frozen=True):
     reason: str
     predicted: float | None
     """By the model; None: the plan was made by a rule."""
-    before: float
+    before: float | None = None
     """The median speed of the last windows before it."""
-    restores: ResourcePlan
+    restores: ResourcePlan = ResourcePlan()
     """The plan that takes it back. Nodes of one type that had different sizes all get the largest."""
-    target: Composition
+    target: Composition = ()
     outcome: PlanOutcome = PlanOutcome.STARTING
     since: float = 0.0
     """When its nodes began to run all; while they do not, when the last of them was missing first."""
@@ -92,7 +88,8 @@ class PlanRecord(msgspec.Struct, frozen=True):
 
         A plan for fewer nodes may be predicted to lose a little. It is held to its prediction then.
         """
-        return (1 - LOST) * min(self.before, math.inf if self.predicted is None else self.predicted)
+        known = [speed for speed in (self.before, self.predicted) if speed is not None]
+        return (1 - LOST) * min(known, default=0.0)
 
 
 class Barred(msgspec.Struct, frozen=True):
@@ -106,6 +103,7 @@ class Barred(msgspec.Struct, frozen=True):
 class PlanHistory(msgspec.Struct, frozen=True):
     """The plans of a job, the oldest first, and what the next one is compared with."""
 
+    pace: ScalingPace = ScalingPace()
     records: tuple[PlanRecord, ...] = ()
     made: int = 0
     nodes: Composition = ()
@@ -129,20 +127,39 @@ class Verified(NamedTuple):
     rollback: ResourcePlan
 
 
+def at_pace(history: PlanHistory, pace: ScalingPace) -> PlanHistory:
+    """The history from now on with another pace. A plan that is not decided yet is not compared any more: its nodes
+    have ended with the launcher that owned them."""
+    records = history.records
+    if history.open is not None:
+        last = msgspec.structs.replace(
+            records[-1], outcome=PlanOutcome.SUPERSEDED, decided="the job was launched again before it was verified"
+        )
+        records = (*records[:-1], last)
+    return msgspec.structs.replace(history, pace=pace, records=records, nodes=(), speeds=())
+
+
 def refusal(history: PlanHistory, plan: ResourcePlan, sample: JobSample, now: float) -> str:
     """Why this plan may not be made now; empty: it may. `sample` is the newest one."""
-    if (last := history.open) is not None:
-        return f"plan {last.number} is not verified yet"
-    if now < history.quiet_until:
-        return f"the last plan was decided less than {COOL_DOWN_S:.0f} s ago"
-    if len(history.speeds) < WINDOWS or history.nodes != composition(sample):
-        return f"the speed of the job as it is was not measured in {WINDOWS} windows yet"
+    if why := waits(history, sample, now):
+        return why
     target = _target(plan, sample)
     if target == history.nodes:
         return "it changes nothing"
     for one in history.barred:
         if one.target == target and now < one.until:
             return f"this plan was rolled back; it may be tried again in {one.until - now:.0f} s"
+    return ""
+
+
+def waits(history: PlanHistory, sample: JobSample, now: float) -> str:
+    """Why no plan at all may be made now that is compared with the speed before it; empty: one may."""
+    if (last := history.open) is not None:
+        return f"plan {last.number} is not verified yet"
+    if now < history.quiet_until:
+        return f"the last plan was decided less than {history.pace.cool_down_s:g} s ago"
+    if len(history.speeds) < WINDOWS or history.nodes != composition(sample):
+        return f"the speed of the job as it is was not measured in {WINDOWS} windows yet"
     return ""
 
 
@@ -154,6 +171,21 @@ def made(
     record = PlanRecord(
         number, now, plan, reason, predicted, statistics.median(history.speeds), _restoring(plan, sample),
         _target(plan, sample), since=now,
+    )  # fmt: skip
+    return msgspec.structs.replace(history, records=(*history.records, record)[-RECORDS:], made=number)
+
+
+def carried_out(
+    history: PlanHistory, plan: ResourcePlan, now: float, reason: str, before: ResourcePlan = _EMPTY
+) -> PlanHistory:
+    """A plan that is not compared is carried out now. It supersedes one that is not decided yet.
+
+    `before`: what the job had, as a plan, for people.
+    """
+    history = superseded(history, f"superseded: {reason}", now)
+    number = history.made + 1
+    record = PlanRecord(
+        number, now, plan, reason, None, restores=before, outcome=PlanOutcome.CARRIED_OUT, since=now
     )  # fmt: skip
     return msgspec.structs.replace(history, records=(*history.records, record)[-RECORDS:], made=number)
 
@@ -176,15 +208,25 @@ def observed(history: PlanHistory, sample: JobSample, now: float) -> Verified:
         return _starting(history, record, now)
     if record.outcome is PlanOutcome.STARTING:
         record = msgspec.structs.replace(record, outcome=PlanOutcome.MEASURING, since=now)
-    elif now >= record.since + SETTLE_S:
+    elif now >= record.since + history.pace.settle_s:
         record = msgspec.structs.replace(record, speeds=(*record.speeds, sample.speed))
     slower = _slower(record)
     if slower is None:
         return Verified(_with(history, record), ResourcePlan())
-    why = f"{record.before:.3g} steps/s before it, {record.measured:.3g} in {len(record.speeds)} windows after it"
+    why = (
+        f"{record.before or 0.0:.3g} steps/s before it, {record.measured:.3g} in {len(record.speeds)} windows after it"
+    )
     if slower:
         return _rolled_back(history, record, why, now)
     return Verified(_decided(history, record, PlanOutcome.KEPT, why, now), ResourcePlan())
+
+
+def not_started(history: PlanHistory, now: float) -> Verified:
+    """A node did not start in time: the plan that asked for it is rolled back. Without a plan nothing changes."""
+    record = history.open
+    if record is None or record.outcome is not PlanOutcome.STARTING:
+        return Verified(history, ResourcePlan())
+    return _starting(history, record, now)
 
 
 def composition(sample: JobSample) -> Composition:
@@ -218,9 +260,9 @@ def _starting(history: PlanHistory, record: PlanRecord, now: float) -> Verified:
     """Not all nodes of the plan run, or not any more. What was measured before says nothing about what follows."""
     if record.outcome is PlanOutcome.MEASURING:
         record = msgspec.structs.replace(record, outcome=PlanOutcome.STARTING, since=now, speeds=())
-    if now < record.since + START_S:
+    if now < record.since + history.pace.start_s:
         return Verified(_with(history, record), ResourcePlan())
-    return _rolled_back(history, record, f"its nodes did not all run within {START_S:.0f} s", now)
+    return _rolled_back(history, record, f"its nodes did not all run within {history.pace.start_s:g} s", now)
 
 
 def _slower(record: PlanRecord) -> bool | None:
@@ -236,15 +278,35 @@ def _slower(record: PlanRecord) -> bool | None:
 def _rolled_back(history: PlanHistory, record: PlanRecord, why: str, now: float) -> Verified:
     times = 1 + max((one.times for one in history.barred if one.target == record.target), default=0)
     others = tuple(one for one in history.barred if one.target != record.target)
-    barred = (*others, Barred(record.target, now + BARRED_S * 2 ** (times - 1), times))[-RECORDS:]
+    barred = (*others, Barred(record.target, now + history.pace.barred_s * 2 ** (times - 1), times))[-RECORDS:]
     history = msgspec.structs.replace(history, barred=barred)
     return Verified(_decided(history, record, PlanOutcome.ROLLED_BACK, why, now), record.restores)
 
 
 def _decided(history: PlanHistory, record: PlanRecord, outcome: PlanOutcome, why: str, now: float) -> PlanHistory:
     record = msgspec.structs.replace(record, outcome=outcome, decided=why)
-    return msgspec.structs.replace(_with(history, record), quiet_until=now + COOL_DOWN_S)
+    return msgspec.structs.replace(_with(history, record), quiet_until=now + history.pace.cool_down_s)
 
 
 def _with(history: PlanHistory, record: PlanRecord) -> PlanHistory:
     return msgspec.structs.replace(history, records=(*history.records[:-1], record))
+
+
+def described(record: PlanRecord) -> str:
+    """The change that a plan makes, such as `worker 1 -> 2`."""
+    parts: list[str] = []
+    for name, group in sorted(record.plan.node_group_resources.items()):
+        before = record.restores.node_group_resources.get(name)
+        count = f"{before.count} -> {group.count}" if before is not None else f"{group.count}"
+        size = group.node_resource
+        same = before is not None and before.node_resource == size
+        parts.append(f"{name} {count}" if same or size == NodeResource() else f"{name} {count}, {_size(size)} each")
+    parts += [f"{name}: {_size(size)}" for name, size in sorted(record.plan.node_resources.items())]
+    return "; ".join(parts)
+
+
+def _size(resource: NodeResource) -> str:
+    parts = [f"{resource.cpu:g} core{'s' * (resource.cpu != 1)}"] if resource.cpu else []
+    parts += [f"{resource.memory} MiB"] if resource.memory else []
+    parts += [f"{resource.gpu_num} {resource.gpu_type or 'GPU'}"] if resource.gpu_num else []
+    return ", ".join(parts) or "any size"

@@ -178,6 +178,10 @@ def _taken(job: Job, task: TaskRecord) -> Conflict:
 
 
 def _check_address(event: RegisterTask) -> None:
+    if event.type not in (NodeType.CHIEF, NodeType.PS, NodeType.WORKER):
+        raise BadRequest(
+            f"A task cannot be {event.type.value}.", hint="Register a chief, a parameter server or a worker."
+        )
     host, _, port = event.address.rpartition(":")
     if event.type is NodeType.CHIEF:
         if event.index:

@@ -25,6 +25,7 @@ from dlrover_hooks.master.core.job import (
     persist_due_at,
     tell_of_newcomers,
 )
+from dlrover_hooks.master.core.job_scaling import plan_requests
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
@@ -256,6 +257,7 @@ def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
     job_ledgers.expire(job, now, effects)
     task_requests.tick(job, now, effects)
     check_requests.tick(job, now, effects)
+    plan_requests.tick(job, now, effects)
     if persist_due_at(job) <= now:
         save_votes.remind(job.saves, job.settings, now)
     _after_membership(job, now, effects, broken=False)

@@ -171,7 +171,7 @@ def test_a_stranger_is_refused() -> None:
 
 
 def test_no_job_has_a_name_that_is_a_route() -> None:
-    with pytest.raises(BadRequest, match="ends with '/tasks', '/vitals' or '/check'"):
+    with pytest.raises(BadRequest, match="ends with '/tasks', '/vitals', '/check' or '/plans'"):
         job_registry.apply(Master(), msgspec.structs.replace(join(), job="team/vitals"), 0.0)
 
 

@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dlrover_hooks.master.core.job_scaling.plan_verification import (
-    BARRED_S,
-    COOL_DOWN_S,
     RECENT,
     RECORDS,
-    SETTLE_S,
-    START_S,
     PlanHistory,
     PlanOutcome,
     composition,
@@ -29,10 +25,12 @@ from dlrover_hooks.master.scaling import (
     NodeType,
     ResourcePlan,
 )
+from dlrover_hooks.protocol import ScalingPace
 from tests.benchmarks.bench_scaling import rollback_right_pct
 
 SIZE = NodeResource(cpu=4, memory=4096)
 WINDOW_S = 30.0
+PACE = ScalingPace()
 
 
 def sample(workers: int, speed: float, *, servers: tuple[float, ...] = ()) -> JobSample:
@@ -74,7 +72,7 @@ class Job:
 
     def settle(self, count: int, speed: float = 0.01) -> None:
         """Windows that do not count: the first with these nodes, and those of the settling time."""
-        for _ in range(int(SETTLE_S // WINDOW_S)):
+        for _ in range(int(PACE.settle_s // WINDOW_S)):
             self.see(count, speed)
 
     @property
@@ -147,7 +145,7 @@ def test_after_six_windows_without_two_alike_the_median_decides(job: Job, slow: 
 
 def test_nodes_that_do_not_run_in_time_are_taken_back(job: Job) -> None:
     job.plan(workers(4))
-    while job.now + WINDOW_S < START_S + 3 * WINDOW_S:
+    while job.now + WINDOW_S < PACE.start_s + 3 * WINDOW_S:
         job.see(3, 12.0)  # the fourth one hangs in Pending
     assert job.outcome is PlanOutcome.STARTING
     job.see(3, 12.0)
@@ -193,10 +191,10 @@ def test_one_plan_at_a_time_and_none_before_the_job_was_measured(job: Job) -> No
     job.settle(4)
     job.see(4, 20.0, 20.0)
     assert "less than 300 s ago" in refusal(job.history, workers(8), job.sample, job.now)
-    assert refusal(job.history, workers(8), job.sample, job.now + COOL_DOWN_S) == ""
-    assert refusal(job.history, workers(4), job.sample, job.now + COOL_DOWN_S) == "it changes nothing"
+    assert refusal(job.history, workers(8), job.sample, job.now + PACE.cool_down_s) == ""
+    assert refusal(job.history, workers(4), job.sample, job.now + PACE.cool_down_s) == "it changes nothing"
     other = sample(5, 1.0)
-    assert "was not measured" in refusal(job.history, workers(8), other, job.now + COOL_DOWN_S)
+    assert "was not measured" in refusal(job.history, workers(8), other, job.now + PACE.cool_down_s)
 
 
 def test_what_was_rolled_back_is_barred_for_longer_each_time(job: Job) -> None:
@@ -207,9 +205,9 @@ def test_what_was_rolled_back_is_barred_for_longer_each_time(job: Job) -> None:
         assert job.outcome is PlanOutcome.ROLLED_BACK
         decided = job.now
         job.see(2, 10.0, 10.0, 10.0)
-        barred_s = BARRED_S * 2**times
+        barred_s = PACE.barred_s * 2**times
         assert "was rolled back" in refusal(job.history, workers(4), job.sample, decided + barred_s - 1)
-        assert refusal(job.history, workers(3), job.sample, decided + COOL_DOWN_S) == ""
+        assert refusal(job.history, workers(3), job.sample, decided + PACE.cool_down_s) == ""
         job.now = decided + barred_s
     assert len(job.history.barred) == 1
     assert [one.number for one in job.history.records] == [1, 2, 3]

@@ -1,0 +1,105 @@
+"""Every scaler, for one suite: how a test makes one, and looks at its nodes past it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from dlrover_hooks.protocol import Node
+from dlrover_hooks.scalers.node_reconciler import StartRetries
+from dlrover_hooks.scalers.process_scaler import ProcessScaler
+from dlrover_hooks.scalers.scaler import Scaler
+from dlrover_hooks.testing import FakeScaler
+
+SOON = StartRetries(attempts=3, first_s=0.01, longest_s=0.05)
+AT_ONCE = 8
+NODE = "DLROVER_TEST_NODE"
+
+
+class Platform(Protocol):
+    """Where nodes are started. `before_start`: called with each node that is started; raising is a failed start."""
+
+    before_start: Callable[[Node], object]
+
+    @property
+    def scaler(self) -> Scaler: ...
+
+    def alive(self) -> list[str]:
+        """Names of the nodes that really exist."""
+        ...
+
+    def end(self, name: str, exit_code: int) -> None:
+        """Make a node end by itself. Negative: by that signal."""
+        ...
+
+
+class InMemory:
+    """`FakeScaler`."""
+
+    def __init__(self, folder: Path) -> None:
+        del folder
+        self.scaler = FakeScaler(starts_at_once=AT_ONCE, retries=SOON)
+        self.before_start: Callable[[Node], object] = lambda node: None
+        self.scaler.before_start = lambda node: self.before_start(node)
+
+    def alive(self) -> list[str]:
+        return sorted(node.name for node in list(self.scaler.running.values()))
+
+    def end(self, name: str, exit_code: int) -> None:
+        self.scaler.end(name, exit_code)
+
+
+class OnThisMachine:
+    """`ProcessScaler`: each node waits until a line is written to its pipe, and exits with that number."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.before_start: Callable[[Node], object] = lambda node: None
+        self.scaler = ProcessScaler(
+            "contract", self._command, self._environment, starts_at_once=AT_ONCE, retries=SOON, grace_s=0.0
+        )
+
+    def alive(self) -> list[str]:
+        found = list[str]()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE and (name := child.environ().get(NODE)):
+                    found.append(name)
+        return sorted(found)
+
+    def end(self, name: str, exit_code: int) -> None:
+        if exit_code < 0:
+            os.kill(self.scaler.pids()[name], -exit_code)
+        else:
+            self._pipe(name).write_text(f"{exit_code}\n")
+
+    def _pipe(self, name: str) -> Path:
+        return self._folder / f"{name}.pipe"
+
+    def _command(self, node: Node) -> Sequence[str]:
+        self.before_start(node)
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self._pipe(node.name))
+        return ("sh", "-c", 'read code < "$1"; exit "$code"', "sh", str(self._pipe(node.name)))
+
+    def _environment(self, node: Node) -> Mapping[str, str]:
+        return {NODE: node.name}
+
+
+PLATFORMS: dict[str, Callable[[Path], Platform]] = {"memory": InMemory, "processes": OnThisMachine}
+
+
+@contextlib.contextmanager
+def started(name: str, folder: Path) -> Iterator[Platform]:
+    """A platform with a scaler that is started, and stopped at the end."""
+    platform = PLATFORMS[name](folder)
+    platform.scaler.start()
+    try:
+        yield platform
+    finally:
+        platform.scaler.stop(0.0)
