@@ -79,16 +79,17 @@ class ProcessClusterMonitor(ClusterMonitor):
     def _jobs(self) -> tuple[ClusterJob, ...]:
         found: dict[str, list[tuple[float, int]]] = {}
         alive: dict[int, psutil.Process] = {}
-        for seen in psutil.process_iter():
+        for seen in psutil.process_iter(["environ"]):
+            name = (seen.info["environ"] or {}).get(_JOB)
+            if not name:
+                continue
             before = self._known.get(seen.pid, seen)
             process = before if before == seen else seen  # the same object measures from call to call
             try:
-                if name := process.environ().get(_JOB):
-                    used = process.cpu_percent() / 100, process.memory_info().rss >> 20
-                    found.setdefault(name, []).append(used)
-                    alive[process.pid] = process
-            except psutil.Error:  # it ended, or is another user's
+                found.setdefault(name, []).append((process.cpu_percent() / 100, process.memory_info().rss >> 20))
+            except psutil.Error:  # it has ended
                 continue
+            alive[process.pid] = process
         self._known = alive
         return tuple(
             ClusterJob(name, len(used), round(sum(cpu for cpu, _ in used), 2), sum(memory for _, memory in used))

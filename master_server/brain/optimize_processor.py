@@ -178,7 +178,6 @@ class OptimizeProcessor:
         reason = f"{claimed.event.reason}: {proposal.reason}"
         answer = PlanAnswer(proposal.plan, 0, name, reason, proposal.predicted)
         with self._database.writing() as connection:
-            jobs.by_id(connection, claimed.job_id, lock=True)
             now = self._database.now(connection)
             done = events.finish(connection, claimed, answer, now, error=executed.error, sample_id=sample_id)
             if done and proposal.curve:

@@ -67,7 +67,7 @@ class PastJob(Message, frozen=True):
     seconds: float
 
 
-class RunningJob(Message, frozen=True):
+class ActiveJob(Message, frozen=True):
     """A job of the cluster: what it has, and what it would make of more or less. `kind`: of its units."""
 
     job: str
@@ -86,7 +86,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     """
 
     capacity: dict[str, int] = {}
-    jobs: tuple[RunningJob, ...] = ()
+    jobs: tuple[ActiveJob, ...] = ()
     quotas: dict[str, int] = {}
 
 

@@ -193,7 +193,6 @@ def test_plans_of_one_job_are_numbered_one_after_the_other(database: Database, o
             claim = events.claim(connection, event_id, "a", 100.0, 60.0)
         assert claim is not None
         with where.writing() as connection:
-            jobs.by_id(connection, job_id, lock=True)
             return events.finish(connection, claim, ONE, 101.0)
 
     with ThreadPoolExecutor(8) as threads:

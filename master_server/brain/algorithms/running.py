@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.master.brain.algorithms.speeds import curve, kind_of, optimizer_of, units_of
-from dlrover_hooks.master.brain.records import ClusterView, JobRecord, PastJob, Proposal, RunningJob, SpeedPoint
+from dlrover_hooks.master.brain.records import ActiveJob, ClusterView, JobRecord, PastJob, Proposal, SpeedPoint
 from dlrover_hooks.master.scaling import rules
 from dlrover_hooks.master.scaling.allocation import FAIRNESS, TIME_LIMIT_S, Demand, JobConfiguration, allocate
 from dlrover_hooks.master.scaling.optimizer import OptimizeStage
@@ -64,7 +64,7 @@ def _share(
     of_tenant = asked + sum(one.curve[-1].units for one in others if one.tenant == told.tenant)
     if wanted <= capacity and of_tenant <= quotas.get(told.tenant, of_tenant):
         return None
-    own = RunningJob(told.job, kind, now, made, told.tenant, told.weight, job.age_s)
+    own = ActiveJob(told.job, kind, now, made, told.tenant, told.weight, job.age_s)
     demands = [_demand(one) for one in (own, *others)]
     given = allocate(demands, {kind: capacity}, quotas, fairness=fairness, time_limit_s=TIME_LIMIT_S).given
     units = given[told.job].nodes if told.job in given else made[0].units
@@ -80,7 +80,7 @@ def _as_it_is(sample: JobSample) -> SpeedPoint:
     return SpeedPoint(units_of(sample), ps, workers, sample.speed)
 
 
-def _demand(one: RunningJob) -> Demand:
+def _demand(one: ActiveJob) -> Demand:
     configurations = tuple(JobConfiguration(one.kind, point.units, point.speed) for point in one.curve)
     return Demand(one.job, configurations, one.tenant, one.weight, (one.kind, one.units), one.age_s, one.plans)
 

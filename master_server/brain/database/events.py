@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from dlrover_hooks.master.brain.database.tables import optimize_event, resource_plan
+from dlrover_hooks.master.brain.database.tables import job, optimize_event, resource_plan
 from dlrover_hooks.master.brain.messages import PlanAnswer
 from dlrover_hooks.master.scaling.optimizer import OptimizeStage
 from dlrover_hooks.protocol import Node, ResourcePlan
@@ -125,9 +125,10 @@ def finish(
 ) -> bool:  # fmt: skip
     """The event is done; a plan that is not empty gets a number. False: the claim has run out and was taken over.
 
-    The caller has locked the row of the job, so that two events of it do not take the same number.
+    The row of the job is locked first, so that two events of it do not take the same number.
     """
     table = optimize_event.c
+    connection.execute(sa.select(job.c.id).where(job.c.id == claimed.job_id).with_for_update())
     done = connection.execute(
         sa.update(optimize_event)
         .where(table.id == claimed.event_id, table.state == "claimed", table.attempts == claimed.attempt)

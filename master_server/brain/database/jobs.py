@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from dlrover_hooks.errors import UnknownJob
 from dlrover_hooks.master.brain.database.tables import cluster_sample, job, job_sample, resource_plan
 from dlrover_hooks.master.brain.messages import RegisterJob, TimedSample
-from dlrover_hooks.master.brain.records import ClusterView, JobRecord, NodeUsage, PastJob, RunningJob, SpeedPoint
+from dlrover_hooks.master.brain.records import ActiveJob, ClusterView, JobRecord, NodeUsage, PastJob, SpeedPoint
 from dlrover_hooks.master.scaling.optimizer import OptimizeStage
 from dlrover_hooks.protocol import JobSample, Node, NodeSample, NodeType
 
@@ -59,18 +59,21 @@ def register(connection: sa.Connection, registration: RegisterJob, now: float) -
     return find(connection, registration.job), made is not None
 
 
-def find(connection: sa.Connection, name: str) -> JobRow:
-    """The job that runs under this name. Raises `UnknownJob`."""
-    row = connection.execute(sa.select(*_COLUMNS).where(job.c.name == name, job.c.ended_at.is_(None))).first()
+def find(connection: sa.Connection, name: str, *, lock: bool = False) -> JobRow:
+    """The job that runs under this name. `lock`: nobody else changes its row until the transaction ends.
+
+    Raises `UnknownJob`.
+    """
+    query = sa.select(*_COLUMNS).where(job.c.name == name, job.c.ended_at.is_(None))
+    row = connection.execute(query.with_for_update() if lock else query).first()
     if row is None:
         raise UnknownJob(f"The Brain has no job {name!r} that runs.", hint="Register the job first.")
     return _job_row(row)
 
 
-def by_id(connection: sa.Connection, job_id: int, *, lock: bool = False) -> JobRow | None:
-    """The job with this number; None: it has ended. `lock`: nobody else changes its row until the transaction ends."""
-    query = sa.select(*_COLUMNS).where(job.c.id == job_id, job.c.ended_at.is_(None))
-    row = connection.execute(query.with_for_update() if lock else query).first()
+def by_id(connection: sa.Connection, job_id: int) -> JobRow | None:
+    """The job with this number; None: it has ended."""
+    row = connection.execute(sa.select(*_COLUMNS).where(job.c.id == job_id, job.c.ended_at.is_(None))).first()
     return None if row is None else _job_row(row)
 
 
@@ -209,9 +212,9 @@ def keep_curve(connection: sa.Connection, job_id: int, kind: str, units: int, cu
     connection.execute(sa.update(job).where(job.c.id == job_id).values(curve=value))
 
 
-def _running(row: JobRow, curve: Any, plans: int, now: float) -> RunningJob:
+def _running(row: JobRow, curve: Any, plans: int, now: float) -> ActiveJob:
     registration = row.registration
-    return RunningJob(
+    return ActiveJob(
         registration.job, curve["kind"], curve["units"], msgspec.convert(curve["curve"], tuple[SpeedPoint, ...]),
         registration.tenant, registration.weight, max(0.0, now - row.registered_at), plans,
     )  # fmt: skip

@@ -17,11 +17,11 @@ from dlrover_hooks.master.brain.algorithms.workers import oom_worker, workers_in
 from dlrover_hooks.master.brain.database.events import EventKind
 from dlrover_hooks.master.brain.database.jobs import usage_of
 from dlrover_hooks.master.brain.records import (
+    ActiveJob,
     ClusterView,
     JobRecord,
     PastJob,
     Proposal,
-    RunningJob,
     SpeedPoint,
 )
 from dlrover_hooks.master.scaling import JobSample, NodeResource, NodeType, OptimizeStage, ResourceLimits
@@ -192,9 +192,9 @@ def test_a_running_job_grows_by_its_own_measurements_while_the_cluster_is_free()
     )
 
 
-def other_job(name: str, now: int, *, tenant: str = "", points: int = 8) -> RunningJob:
+def other_job(name: str, now: int, *, tenant: str = "", points: int = 8) -> ActiveJob:
     speeds = [SpeedPoint(4 * n, 0, n, 1 / (0.1 + 0.9 / n)) for n in range(1, points + 1)]
-    return RunningJob(name, "cpu", 4 * now, tuple(speeds), tenant, age_s=1000.0)
+    return ActiveJob(name, "cpu", 4 * now, tuple(speeds), tenant, age_s=1000.0)
 
 
 def test_where_jobs_want_more_than_there_is_each_gets_its_share() -> None:

@@ -1,1 +1,1 @@
-"""The revisions of the tables, for alembic. Entry point: `env.py`, which alembic runs."""
+"""The revisions of the tables, for alembic. Entry point: the module `env`, which alembic runs."""
