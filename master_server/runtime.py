@@ -70,20 +70,11 @@ class Runtime:
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        *,
-        storage: Storage,
-        lease_s: float = 10.0,
-        suspicion_s: float = 0.5,
-        open_lease_s: float = 60.0,
-        forget_after_s: float = math.inf,
-        snapshot_every: int = SNAPSHOT_EVERY,
-        observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
-        brain: BrainJobs | None = None,
-        clock: Clock = REAL,
-        leads: Callable[[], bool] = lambda: True,
-    ) -> None:
+        self, journal: Journal, *, storage: Storage, lease_s: float = 10.0, suspicion_s: float = 0.5,
+        open_lease_s: float = 60.0, forget_after_s: float = math.inf, snapshot_every: int = SNAPSHOT_EVERY,
+        observe_commit: Callable[[float, int], None] = lambda seconds, count: None, brain: BrainJobs | None = None,
+        clock: Clock = REAL, leads: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self.journal = journal
         self._leads = leads
         self.state = journal.load()
