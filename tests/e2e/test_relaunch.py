@@ -31,8 +31,8 @@ def evidence_of(records: Path):
 def launch(folder: Path, job: str, name: str, *options: str) -> subprocess.Popen[str]:
     records = folder / name
     records.mkdir()
-    command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "2", "--job", job, *options, str(RECORDED)]
-    command += ["--epochs", str(EPOCHS), "--windows", str(WINDOWS)]
+    command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "2", "--job", job, "--standby", "0", *options]
+    command += [str(RECORDED), "--epochs", str(EPOCHS), "--windows", str(WINDOWS)]
     env = os.environ | {"DEMO_RECORDS": str(records), "DLROVER_HOOKS_SAVE_EVERY": "1", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
