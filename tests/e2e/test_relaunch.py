@@ -71,7 +71,7 @@ def test_interrupted_resumed_and_finished(tmp_path: Path) -> None:
     counts = Counter((line["epoch"], index) for line in lines for index in line["ids"])
     assert counts == Counter((epoch, index) for epoch in range(EPOCHS) for index in range(WINDOWS))
 
-    third = launch(tmp_path, job, "third")
+    third = launch(tmp_path, job, "third", "-n", "1")
     output, _ = third.communicate(timeout=200)
     assert third.returncode == 0, output
     assert not list((tmp_path / "third").glob("*.jsonl")), "nothing is left to train"

@@ -236,7 +236,7 @@ def test_the_node_of_a_slow_rank_is_excluded(node: Callable[..., Launched], tmp_
 @pytest.mark.timeout(290)
 def test_a_spare_node_takes_the_place_of_an_excluded_one(node: Callable[..., Launched], tmp_path: Path) -> None:
     (tmp_path / "slow").write_text("none yet")
-    options = (POLICIES, "--nnodes", "1:2", "--max-restarts", "0")
+    options = (POLICIES, "--nnodes", "1:2", "--max-restarts", "0", "--standby", "0")
     policy = {"DLROVER_HOOKS_ON_STRAGGLER": "exclude"}
     a = node("a", *options, **policy)
     a.child("dlrover_hooks.master")

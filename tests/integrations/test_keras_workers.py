@@ -16,6 +16,7 @@ import pytest
 from tests import ranks
 from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
+from tests.integrations.keras_lives import WARM
 
 CASES = Path(__file__).with_name("keras_cases.py")
 EXACT = ("step", "trace", "model", "optimizer", "rate", "history", "epochs")
@@ -33,7 +34,7 @@ def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
 
     def run(world: int, name: str, crash: int | None = None, **given: Any) -> list[dict[str, Any]]:
         plan = json.dumps({"job": f"{job}-{name}", "crashes": [crash], **given})
-        found = ranks.run([sys.executable, str(CASES), plan], world, master, timeout_s=120)
+        found = ranks.run([sys.executable, str(CASES), plan], world, master, timeout_s=120, warm=WARM)
         assert [one["rank"] for one in found] == list(range(world))
         return found
 
@@ -63,8 +64,7 @@ def test_broken_off_at_the_same_world_size_it_is_the_undisturbed_run(life: Life,
         assert differ(one, calm[0]) == []
 
 
-@pytest.mark.deep  # resized, too
-@pytest.mark.parametrize("data", ["arrays", "numbered"])
+@pytest.mark.parametrize("data", ["arrays", deep("numbered")])
 def test_from_two_to_one_to_three_it_is_the_run_of_one(life: Life, data: str) -> None:
     """The same samples in each step, weighted equally also in the short last one; weights within 1e-6 (float32)."""
     (single,) = life(1, "single", plain=True, data=data)

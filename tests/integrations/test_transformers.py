@@ -37,6 +37,7 @@ from tests.integrations.transformers_ranks import CRASH
 
 pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.filterwarnings("ignore")]
 
+WARM = ("torch._dynamo", "tests.integrations.transformers_cases", "trl.trainer.sft_trainer", "peft")
 BEST = {
     "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "learning_rate": 0.3,
     "load_best_model_at_end": True, "metric_for_best_model": "loss", "patience": 1,
@@ -144,8 +145,9 @@ def test_a_mean_over_labels_is_the_same_at_any_world_size(tmp_path: Path, job: s
     Transformers computes this loss in float32, whatever the model's weights are.
     """
     script = str(ranks.ROOT / "tests/integrations/transformers_world.py")
-    (single,) = ranks.run([sys.executable, script, f"{job}-1", str(tmp_path / "one")], 1, timeout_s=100)
-    found = ranks.run([sys.executable, script, f"{job}-3", str(tmp_path / "three")], 3, live_master, timeout_s=100)
+    command = [sys.executable, script]
+    (single,) = ranks.run([*command, f"{job}-1", str(tmp_path / "one")], 1, timeout_s=100, warm=WARM)
+    found = ranks.run([*command, f"{job}-3", str(tmp_path / "three")], 3, live_master, timeout_s=100, warm=WARM)
     assert [one["tokens"] for one in found] == [single["tokens"]] * 3 == [2 * SAMPLES * TOKENS] * 3
     for one in found:
         torch.testing.assert_close(one["losses"], single["losses"], rtol=1e-5, atol=0)
@@ -180,7 +182,7 @@ def test_stock_peft_reads_an_exported_lora(tmp_path: Path, job: str) -> None:
 def test_two_processes_broken_off_and_resumed(case: str, tmp_path: Path, job: str, live_master: LiveMaster) -> None:
     """DDP over gloo. A step has three micro-batches for two ranks: one of them repeats one, which counts nowhere."""
     script = str(ranks.ROOT / "tests/integrations/transformers_ranks.py")
-    found = ranks.run([sys.executable, script, job, str(tmp_path), case], 2, live_master, timeout_s=500)
+    found = ranks.run([sys.executable, script, job, str(tmp_path), case], 2, live_master, timeout_s=500, warm=WARM)
     lived = [[one for one in found if one["rank"] == rank] for rank in range(2)]
     seen: list[list[Any]] = []
     for calm, first, second in lived:
