@@ -82,7 +82,8 @@ def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path
     script.write_text(text)
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     if workers:
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(workers), "--job", "page", script]
+        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(workers), "--standby", "0", "--job", "page"]
+        command += [str(script)]
         run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
         code, said = run.returncode, run.stdout + run.stderr
     else:

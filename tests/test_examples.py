@@ -114,7 +114,7 @@ def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framewor
     """Under the real launcher: the survivors' processes go on."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
-    options = ["--nproc-per-node", "1:3", "--fault-level", "shrink", "--job", tmp_path.name]
+    options = ["--nproc-per-node", "1:3", "--fault-level", "shrink", "--standby", "0", "--job", tmp_path.name]
     script = [str(ROOT / "examples/elastic" / framework / "train.py"), "--windows", "480", "--lose-at", "5"]
     command = [sys.executable, "-m", "dlrover_hooks", "run", *options, *script]
     try:
