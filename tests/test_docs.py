@@ -76,6 +76,7 @@ def test_python_blocks_compile(place: str, text: str) -> None:
     compile(text, place, "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "text", "workers"), [block for block in blocks("python") if block[2] is not None])
 def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
