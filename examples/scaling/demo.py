@@ -68,17 +68,16 @@ every = max(1, len(rows) // 120)
 speeds = [every / (rows[at][0] - rows[at - every][0]) for at in range(every, len(rows), every)]
 figure, axis = plt.subplots(figsize=(9, 4))
 axis.plot(minutes[every::every], speeds, color="tab:blue", label="steps per second")
-axis.set(xlabel="minutes", ylabel="steps per second", ylim=(0, 1.25 * max(speeds)))
+axis.set(xlabel="minutes", ylabel="steps per second", ylim=(0, 1.3 * max(speeds)))
 nodes = axis.twinx()
 nodes.step(minutes, [row[2] for row in rows], color="tab:orange", where="post", label="workers")
 nodes.set(ylabel="workers", ylim=(0, 5), yticks=range(5))
-for plan in found[1:]:
-    colour = {"kept": "tab:green", "rolled back": "tab:red"}.get(plan["outcome"], "tab:gray")
+for number, plan in enumerate(row for row in found if row["outcome"] in DECIDED):
+    colour = {"kept": "tab:green", "rolled back": "tab:red"}[plan["outcome"]]
     at = (plan["at"] - began) / 60
     axis.axvline(at, color=colour, linestyle="--", linewidth=1)
-    axis.text(
-        at, 1.22 * max(speeds), f" {plan['what']}: {plan['outcome']}", rotation=90, va="top", fontsize=7, color=colour
-    )
+    height = (1.18 - 0.07 * (number % 3)) * max(speeds)
+    axis.text(at, height, f" {plan['what']}: {plan['outcome']}", fontsize=8, color=colour, backgroundcolor="white")
 figure.legend(loc="lower right", bbox_to_anchor=(0.9, 0.15))
 figure.tight_layout()
 figure.savefig(options.out, dpi=120)

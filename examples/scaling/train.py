@@ -58,13 +58,15 @@ def train(given: argparse.Namespace) -> None:
     inner = DataLoader(StandardLibrary(given.windows), batch_size=16, shuffle=True)
     loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=64)
     with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader) as saved:
+        logged = saved.step
         for _ in loader.epochs(given.epochs):
             for text in loader:
                 loss = model(text)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if given.log and dist.get_rank() == 0:
+                if given.log and dist.get_rank() == 0 and saved.step > logged:  # a step may have several batches here
+                    logged = saved.step
                     with open(given.log, "a") as log:
                         log.write(f"{time.time()},{saved.step},{dist.get_world_size()},{loss.item()}\n")
     dist.destroy_process_group()

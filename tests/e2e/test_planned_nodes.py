@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.brain_process import BrainProcess
 from tests.e2e.launched import REPOSITORY, Launched, all_gone
+from tests.e2e.planned_script import EPOCHS, SAMPLES, TRAIN, environment, wrong_steps
 from tests.waiting import until
 
 Launch = Callable[..., Launched]
@@ -30,48 +31,6 @@ note(node=os.environ["DLROVER_HOOKS_NODE"], world=int(os.environ["WORLD_SIZE"]))
 """
 STAY = HERE + "threading.Event().wait(600)\n"
 """A member of the round that makes no steps. Its agent restarts it when the round changes."""
-FOLDER = "DLROVER_HOOKS_TEST_FOLDER"
-
-TRAIN = """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
-from dlrover_hooks import AsyncCheckpointer, elastic_loader, elastic_run
-
-SAMPLES, BATCH, EPOCHS = 4000, 8, 8
-folder = os.environ["DLROVER_HOOKS_TEST_FOLDER"]
-
-class Numbers(Dataset):
-    def __len__(self):
-        return SAMPLES
-    def __getitem__(self, index):
-        return torch.tensor([float(index)])
-
-@elastic_run
-def train():
-    dist.init_process_group("gloo")
-    torch.manual_seed(1)
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    loader = elastic_loader(DataLoader(Numbers(), batch_size=BATCH, shuffle=True), optimizer=optimizer,
-                            global_batch_size=BATCH)
-    pause = threading.Event()
-    with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader) as saved:
-        for epoch in loader.epochs(EPOCHS):
-            for numbers in loader:
-                model(numbers).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                world = dist.get_world_size()
-                note(step=saved.step, epoch=epoch, world=world, ids=[int(one) for one in numbers.flatten()])
-                # two workers are slower than one: the plan for the second one is taken back
-                if not os.path.exists(folder + "/hurry"):
-                    pause.wait(0.05 * world)
-    dist.destroy_process_group()
-
-train()
-"""
 
 
 def hooks(launched: Launched, *words: str) -> subprocess.CompletedProcess[str]:
@@ -107,7 +66,7 @@ def test_a_plan_that_slows_the_job_down_is_taken_back_and_no_sample_is_lost_or_r
 ) -> None:
     """One node, two, and one again, while the job trains: each step once, with the samples of its global batch."""
     flags = ("--mode", "single-job", "--max-workers", "2", "--plan-window", "2s", "--max-cpu", "8")
-    job = launch(TRAIN, *flags, **{FOLDER: str(tmp_path)})
+    job = launch(TRAIN, *flags, **environment(tmp_path))
     job.says("plan 3 is rolled back", 400.0)
     job.says("others are preempted", 120.0)
     (tmp_path / "hurry").touch()
@@ -115,14 +74,10 @@ def test_a_plan_that_slows_the_job_down_is_taken_back_and_no_sample_is_lost_or_r
     assert code == 0, said
     rows = job.read()
     assert {row["world"] for row in rows} == {1, 2}
-    steps: dict[int, list[int]] = {}
-    for row in rows:
-        steps.setdefault(row["step"], []).extend(row["ids"])
-    assert {len(ids) for ids in steps.values()} == {8}, "no step is lost, none is made twice"
-    assert len(steps) == 8 * 500
-    for epoch in range(8):
+    assert wrong_steps(rows) == []
+    for epoch in range(EPOCHS):
         ids = Counter(index for row in rows if row["epoch"] == epoch for index in row["ids"])
-        assert len(ids) == 4000
+        assert len(ids) == SAMPLES
         assert set(ids.values()) == {1}
     assert job.leftovers() == []
 
