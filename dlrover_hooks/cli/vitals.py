@@ -35,7 +35,7 @@ _PHASES = ("step ms", "data", "compute", "network", "optimizer", "checkpoint")
 @click.option("--json", is_flag=True, help="Print the master's answer, a line of JSON.")
 @click.option("--watch", is_flag=True, help=f"Show it every {_EVERY_S:g} seconds until Ctrl-C.")
 def vitals(job: str | None, master: str | None, token: str | None, json: bool, watch: bool) -> None:
-    """Show what the nodes and ranks of JOB use: CPU, memory and its limit, accelerator, and ranks that stall.
+    """Show what the nodes, ranks and tasks of JOB use: CPU, memory and limits, accelerator, and ranks that stall.
 
     JOB may be left out if it is the only one on this machine.
 
@@ -86,9 +86,10 @@ def _show(ask: Callable[[], JobVitals], *, as_json: bool, watch: bool) -> None:
 def _tables(found: JobVitals) -> RenderableType:
     from rich.console import Group
 
-    if not found.nodes and not found.ranks:
+    if not found.nodes and not found.ranks and not found.tasks:
         return f"job {found.job}: no node and no rank of it runs"
-    return Group(*([_nodes(found)] if found.nodes else []), *([_ranks(found)] if found.ranks else []))
+    parts = (found.nodes, _nodes), (found.ranks, _ranks), (found.tasks, _tasks)
+    return Group(*(table(found) for uses, table in parts if uses))
 
 
 def _nodes(found: JobVitals) -> Table:
@@ -131,6 +132,23 @@ def _ranks(found: JobVitals) -> Table:
         if phases:
             cells += _phase_cells(use.phases)
         table.add_row(*cells, _rank_note(use, devices.get(use.rank)))
+    return table
+
+
+def _tasks(found: JobVitals) -> Table:
+    table = _table("", "task", "node", "state", "CPU", "its limit", "memory", "its limit", "processes")
+    for use in found.tasks:
+        tree, limit = use.processes, use.resource
+        table.add_row(
+            f"{use.type.value} {use.index}",
+            use.node,
+            use.status.value,
+            f"{tree.cpu_percent:.0f} %" if tree is not None else "",
+            f"{100 * limit.cpu:.0f} %" if limit.cpu else "",
+            _size(tree.memory_bytes) if tree is not None else "",
+            _size(limit.memory << 20) if limit.memory else "",
+            str(tree.processes) if tree is not None else "",
+        )
     return table
 
 

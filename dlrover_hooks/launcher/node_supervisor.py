@@ -131,7 +131,8 @@ class Launcher:
             owned.callback(self._client.close)
             owned.callback(workers.end)
             owned.callback(self._eviction.close)
-            self._report_vitals(owned, workers)
+            reports = self._reports(owned)
+            self._follow = lambda: reports.follow(workers.pids())
             log.info("job %s: %s, %s", self.job, self._size(), self._where(master, served))
             agent = Agent(self.options, address, self._client, workers, self._selector, self._look,
                           fresh=self._fresh)  # fmt: skip
@@ -155,7 +156,7 @@ class Launcher:
             file.write(preimport_list.encoded(_OF_TASKS))
         standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
         processes = self._workers = TaskProcesses(
-            self.options.command, environment, "127.0.0.1", self._selector, standbys
+            self.job, self.options.command, environment, "127.0.0.1", self._selector, standbys
         )
         self._take_signals(owned)
         found = owned.enter_context(listed(self.job, self._client.url, token, tasks=True))
@@ -168,7 +169,7 @@ class Launcher:
         log.info("job %s: chief, %s, %s, master at %s", self.job, counted(ps, "parameter server"),
                  counted(counts.workers, "worker"), self._client.url)  # fmt: skip
         supervisor = TaskSupervisor(
-            self.job, counts, self._client, processes, self._selector, self._look,
+            self.job, counts, self._client, processes, self._selector, self._look, self._reports(owned).follow,
             max_restarts=self.options.max_restarts, restart_window_s=self.options.restart_window_s,
             ready_s=self.options.ready_s,
         )  # fmt: skip
@@ -213,13 +214,13 @@ class Launcher:
         log.info("job %s: %s", self.job, lost_with_the_master(scaling.mode, options.journal))
         return host.run()
 
-    def _report_vitals(self, owned: contextlib.ExitStack, workers: Workers) -> None:
+    def _reports(self, owned: contextlib.ExitStack) -> NodeReports:
         reports = NodeReports(
             self._client, self.job, self._client.incarnation, self._node, _local_folder(self._save_to)
         )
-        self._follow = lambda: reports.follow(workers.pids())
         owned.callback(reports.stop)
         reports.start()
+        return reports
 
     def _standbys(self, owned: contextlib.ExitStack, preload: str, environment: dict[str, str]) -> Standbys | None:
         if not (count := self.options.standbys):

@@ -119,6 +119,7 @@ from dlrover_hooks.protocol.node_check_messages import (
     ShowCheck as ShowCheck,
     speed_text as speed_text,
 )
+from dlrover_hooks.protocol.node_resource import NodeResource as NodeResource
 from dlrover_hooks.protocol.ps_messages import (
     AwaitCluster as AwaitCluster,
     AwaitTasks as AwaitTasks,
@@ -139,7 +140,6 @@ from dlrover_hooks.protocol.ps_messages import (
 from dlrover_hooks.protocol.resource_plans import (
     Node as Node,
     NodeGroupResource as NodeGroupResource,
-    NodeResource as NodeResource,
     OptimizeStage as OptimizeStage,
     ResourceLimits as ResourceLimits,
     ResourcePlan as ResourcePlan,
@@ -176,6 +176,7 @@ from dlrover_hooks.protocol.view_messages import (
     RankUse as RankUse,
     ShowJob as ShowJob,
     ShowVitals as ShowVitals,
+    TaskUse as TaskUse,
     Unlisted as Unlisted,
 )
 from dlrover_hooks.protocol.vitals_messages import (

@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol.node_resource import Mebibytes, NodeResource
 from dlrover_hooks.protocol.ps_messages import NodeType
-from dlrover_hooks.protocol.resource_plans import Mebibytes, NodeResource
 
 _MOST_MEMORY = 1 << 40
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Rank, Seconds
+from dlrover_hooks.protocol.node_resource import NodeResource
 
 
 class NodeType(enum.Enum):
@@ -49,6 +50,8 @@ class Task(Message, frozen=True):
     """`host:port` of its server; empty for the chief, and before it registers."""
     reason: str = ""
     """Why it failed or was released."""
+    resource: NodeResource = NodeResource()
+    """Limits of CPU and memory that its launcher sets."""
 
 
 class ScaleTasks(Message, frozen=True):
@@ -57,6 +60,9 @@ class ScaleTasks(Message, frozen=True):
     Indices are 0 to n - 1: the highest ones are removed first. While a switch is under way the request is kept and
     carried out after it. A new task that is not RUNNING within `ready_within_s` is released, and the target is set
     back to what the current cluster has; the job goes on with it.
+
+    `ps_resource` and `worker_resource` are of tasks that are added from now on; those that run keep theirs, and so do
+    their replacements. None: as it is.
     """
 
     job: str
@@ -67,6 +73,8 @@ class ScaleTasks(Message, frozen=True):
     ready_within_s: Seconds = 120.0
     only_first: bool = False
     """Only if no target was ever set: a launcher that starts again must not undo what a person has changed."""
+    ps_resource: NodeResource | None = None
+    worker_resource: NodeResource | None = None
 
 
 class MigrateTask(Message, frozen=True):
@@ -79,6 +87,8 @@ class MigrateTask(Message, frozen=True):
     type: NodeType
     index: Rank
     ready_within_s: Seconds = 120.0
+    resource: NodeResource | None = None
+    """Of the new one, and of its replacements; None: as the old one."""
 
 
 class RegisterTask(Message, frozen=True):
@@ -125,6 +135,8 @@ class Fenced(Message, frozen=True):
     """The launcher."""
     task: Count
     exit_code: ExitCode = 0
+    out_of_memory: bool = False
+    """The kernel has killed it for want of memory."""
 
 
 class AwaitTasks(Message, frozen=True):

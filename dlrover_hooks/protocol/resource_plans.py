@@ -5,15 +5,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection
-from typing import Annotated
 
 import msgspec
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.base_messages import Count, Rank
+from dlrover_hooks.protocol.node_resource import Mebibytes, NodeResource
 from dlrover_hooks.protocol.ps_messages import NodeStatus, NodeType
-
-Mebibytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 43) - 1)]
 
 
 class OptimizeStage(enum.Enum):
@@ -23,25 +21,6 @@ class OptimizeStage(enum.Enum):
     WORKER_INITIAL = "job_stage_worker_initial"
     PS_INITIAL = "job_stage_ps_initial"
     RUNNING = "job_stage_running"
-
-
-class NodeResource(msgspec.Struct, frozen=True):
-    """Of one node: CPU cores, MiB of memory, GPUs. 0: not limited, or not known.
-
-    Raises `UsageError` if an amount is negative or not a finite number.
-    """
-
-    cpu: float = 0.0
-    memory: Mebibytes = 0
-    gpu_type: str = ""
-    gpu_num: Rank = 0
-    priority: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("cpu", "memory", "gpu_num"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise UsageError(f"node resource: {name} is {value}", hint="give a finite amount of at least 0")
 
 
 class NodeGroupResource(msgspec.Struct, frozen=True):

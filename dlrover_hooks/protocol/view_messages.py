@@ -6,6 +6,8 @@ from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Shares, Stall
 from dlrover_hooks.protocol.node_check_messages import KeptOut
+from dlrover_hooks.protocol.node_resource import NodeResource
+from dlrover_hooks.protocol.ps_messages import NodeStatus, NodeType
 from dlrover_hooks.protocol.vitals_messages import (
     CPUVitals,
     DiskVitals,
@@ -153,9 +155,23 @@ class RankUse(Message, frozen=True):
     straggler: Straggler | None = None
 
 
+class TaskUse(Message, frozen=True):
+    """A registered task of a parameter server job. `processes`: from the report of its node, `node`."""
+
+    type: NodeType
+    index: Rank
+    status: NodeStatus
+    resource: NodeResource = NodeResource()
+    """Its limits."""
+    node: str = ""
+    processes: WorkerProcesses | None = None
+
+
 class JobVitals(Message, frozen=True):
     job: str
     nodes: tuple[NodeUse, ...] = ()
     """By name."""
     ranks: tuple[RankUse, ...] = ()
     """By rank."""
+    tasks: tuple[TaskUse, ...] = ()
+    """By id."""

@@ -64,7 +64,10 @@ class NodeReports:
         self._thread.stop(_STOP_S)
 
     def follow(self, workers: Mapping[str, int]) -> None:
-        """Report the processes of these workers (process id by incarnation) from now on. Any thread; not copied."""
+        """Report the processes of these workers, or of these tasks of a parameter server job, from now on.
+
+        Process ids by incarnation. Any thread; not copied.
+        """
         self._workers = workers
 
     def _run(self) -> None:

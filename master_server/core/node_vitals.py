@@ -1,7 +1,8 @@
 """The last report of each node about what it uses. Like `heartbeats` not journaled: a restarted master gets new ones.
 
 A report is kept while its node has live members in the round or waits for ranks: O(1) per report, and O(workers of the
-node) when one of them leaves.
+node) when one of them leaves. Those of a parameter server job are kept until it is finished: its launchers are no part
+of it, so each may report.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dlrover_hooks.protocol import (
     NodeUse,
     NodeVitals,
     RankUse,
+    TaskUse,
 )
 
 EVERY_S = 5.0
@@ -25,8 +27,7 @@ EVERY_S = 5.0
 
 def accepted(job: Job, report: NodeVitals) -> NextVitals:
     """The reply to a report. Raises Stale if the node, or the agent, is not one of the job's."""
-    known = rendezvous.knows(job.rounds, report.incarnation)
-    if known and _belongs(job, report.node):
+    if _has_tasks(job) or (rendezvous.knows(job.rounds, report.incarnation) and _belongs(job, report.node)):
         return NextVitals(EVERY_S)
     raise Stale(f"Node {report.node!r} has no workers in job {job.name!r}.", hint=rendezvous.REJOIN)
 
@@ -86,6 +87,22 @@ def rank_uses(nodes: Nodes, job: Job) -> Iterator[RankUse]:
         )
 
 
+def task_uses(nodes: Nodes, job: Job) -> Iterator[TaskUse]:
+    """What the registered tasks of a parameter server job use, by id."""
+    reports = nodes.reports.get(job.name, {})
+    trees = {tree.incarnation: (node, tree) for node, kept in reports.items() for tree in kept.report.workers}
+    for task in job.ps.tasks if job.ps is not None else ():
+        if task.incarnation:
+            node, tree = trees.get(task.incarnation, ("", None))
+            yield TaskUse(task.type, task.index, task.status, task.resource, node, tree)
+
+
+def _has_tasks(job: Job) -> bool:
+    return job.ps is not None and not job.ps.finished
+
+
 def _belongs(job: Job, node: str) -> bool:
+    if _has_tasks(job):
+        return True
     rounds = job.rounds
     return node in rounds.waiting_at or rendezvous.lives(rounds, node)

@@ -100,8 +100,12 @@ def query(state: Master, nodes: Nodes, request: Message, now: float = 0.0) -> Me
     """
     if isinstance(request, ShowVitals):
         job = job_named(state, request.job)
-        uses = tuple(node_vitals.node_uses(nodes, job, now)), tuple(node_vitals.rank_uses(nodes, job))
-        return JobVitals(job.name, *uses)
+        return JobVitals(
+            job.name,
+            nodes=tuple(node_vitals.node_uses(nodes, job, now)),
+            ranks=tuple(node_vitals.rank_uses(nodes, job)),
+            tasks=tuple(node_vitals.task_uses(nodes, job)),
+        )
     return _TABLE[type(request)](state, nodes, request)
 
 

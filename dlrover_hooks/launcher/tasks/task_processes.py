@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import selectors
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.host.child_process import Child
+from dlrover_hooks.host.memory_limit import MemoryKills
 from dlrover_hooks.host.ports import free_port
 from dlrover_hooks.launcher.processes.workers import newcomer_command
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
+from dlrover_hooks.scalers.resource_limits import LimitMethods, NodeLimits
 
 SERVER = (sys.executable, "-u", "-m", "dlrover_hooks.integrations.tensorflow")
 _WARM_WITHIN_S = 15.0
 """TensorFlow is imported in three seconds, or ten under load. Without a standby after so long a task starts cold."""
 
 
+log = logging.getLogger("dlrover_hooks.run")
+
+
+class EndedTask(NamedTuple):
+    """A task whose process has ended. `out_of_memory`: the kernel has killed it for want of memory."""
+
+    task: p.Task
+    child: Child
+    exit_code: int
+    out_of_memory: bool
+
+
 class TaskProcesses:
-    """Running tasks by id. Main thread only.
+    """Running tasks by id, with the limits of their `resource`. Main thread only.
 
     Args:
+        job: its name.
         command: of the chief.
         environment: common to all tasks.
         host: address at which they reach each other.
@@ -32,6 +50,7 @@ class TaskProcesses:
 
     def __init__(
         self,
+        job: str,
         command: Sequence[str],
         environment: Mapping[str, str],
         host: str,
@@ -40,11 +59,16 @@ class TaskProcesses:
     ) -> None:
         self.children: dict[int, Child] = {}
         self.tasks: dict[int, p.Task] = {}
-        self._command, self._environment, self._host = command, environment, host
+        self._job, self._command, self._environment, self._host = job, command, environment, host
         self._selector, self._standbys = selector, standbys
         self._cold_at = time.monotonic() + _WARM_WITHIN_S
         self._ports: dict[int, int] = {}
         """Port of each worker by index: its replacement takes it, so the chief need not connect again."""
+        self._methods: LimitMethods | None = None
+        """Made for the first task that has limits."""
+        self._limits: dict[int, NodeLimits] = {}
+        """By task, of those that have any."""
+        self._kills = MemoryKills()
 
     @property
     def may_start(self) -> bool:
@@ -65,33 +89,67 @@ class TaskProcesses:
         place = f"{task.type.value}:{task.index}:{task.id}:{self._host}:{port}"
         env = settings.worker_environment(**self._environment, DLROVER_HOOKS_TASK=place)
         command, child = self._command if chief else SERVER, None
+        limits = self._limit(task)
         if self._standbys is not None:
             child = self._standbys.take(name, newcomer_command(command), env)
+        if child is not None and limits is not None:
+            self._apply(name, limits, child.pid)
         if child is None:
-            child = Child(name, command, env=env, die_with_parent=True)
+            with limits.entrance() if limits is not None else contextlib.nullcontext() as enter:
+                child = Child(name, command, env=env, die_with_parent=True, before_exec=enter)
+        if limits is not None:
+            self._limits[task.id] = limits
         self.children[task.id], self.tasks[task.id] = child, task
         self._selector.register(child, selectors.EVENT_READ)
         return child
 
-    def ended(self) -> list[tuple[p.Task, Child, int]]:
-        """Those that have ended since the last call, with their exit codes. They are forgotten."""
-        found: list[tuple[p.Task, Child, int]] = []
+    def _limit(self, task: p.Task) -> NodeLimits | None:
+        if task.resource == p.NodeResource():
+            return None
+        if self._methods is None:
+            self._methods = LimitMethods(self._job)
+        try:
+            return self._methods.limit(task_name(task), task.resource)
+        except OSError as error:
+            log.warning("%s runs without its limits: %s", task_name(task), error)
+            return None
+
+    def _apply(self, name: str, limits: NodeLimits, pid: int) -> None:
+        try:
+            limits.apply(pid)
+        except OSError as error:
+            log.warning("%s runs without all of its limits: %s", name, error)
+
+    def ended(self) -> list[EndedTask]:
+        """Those that have ended since the last call. They are forgotten."""
+        found = list[EndedTask]()
         for number, child in list(self.children.items()):
-            if child.exit_code() is not None:
-                found.append((self.tasks[number], child, self.kill(number)))
+            if (code := child.exit_code()) is not None:
+                task, memory = self.tasks[number], self._killed_for_memory(number, code)
+                found.append(EndedTask(task, child, self.kill(number), memory))
         return found
+
+    def _killed_for_memory(self, number: int, exit_code: int) -> bool:
+        if (limits := self._limits.get(number)) is not None:
+            return limits.killed_for_memory(exit_code)
+        return exit_code == -signal.SIGKILL and self._kills.recent(time.monotonic())
 
     def kill(self, number: int) -> int:
         """Kill one, with all its descendants, and forget it. The exit code."""
         child, task = self.children.pop(number), self.tasks.pop(number)
         self._selector.unregister(child)
         code = child.end()
+        if (limits := self._limits.pop(number, None)) is not None:
+            limits.close()
         if task.type is p.NodeType.WORKER and code > 0:
             self._ports.pop(task.index, None)  # the port may be the reason
         return code
 
     def refill(self) -> None:
-        """Replace standbys that were taken. Call it at every turn."""
+        """Replace standbys that were taken, and note whether memory is short. Call it at every turn."""
+        self._kills.recent(time.monotonic())
+        if self._methods is not None:
+            self._methods.look()
         if self._standbys is not None:
             self._standbys.refill()
 
@@ -109,7 +167,10 @@ class TaskProcesses:
             deadline = time.monotonic() + grace_s
             for child in chiefs:
                 child.wait(max(0.0, deadline - time.monotonic()))
-        return [self.kill(number) for number in list(self.children)]
+        codes = [self.kill(number) for number in list(self.children)]
+        if self._methods is not None:
+            self._methods.close()
+        return codes
 
 
 def task_name(task: p.Task) -> str:

@@ -6,7 +6,7 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -14,10 +14,10 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.host.child_process import described
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
-from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses, task_name
+from dlrover_hooks.launcher.tasks.task_processes import EndedTask, TaskProcesses, task_name
 from dlrover_hooks.protocol import AGAIN
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -45,6 +45,7 @@ class TaskSupervisor:
         processes: starts and ends processes.
         selector: wakes on ends of processes, services and signals.
         look: called at every turn: handles signals (raises Over), restarts services.
+        follow: called at every turn with the process ids of the registered tasks, by their incarnations.
         max_restarts: of all tasks together, within `restart_window_s`; after one more failure the run is given up.
         ready_s: a new task must be ready within so many seconds.
     """
@@ -57,6 +58,7 @@ class TaskSupervisor:
         processes: TaskProcesses,
         selector: selectors.BaseSelector,
         look: Callable[[], None],
+        follow: Callable[[Mapping[str, int]], None],
         *,
         max_restarts: int,
         restart_window_s: float,
@@ -64,6 +66,7 @@ class TaskSupervisor:
     ) -> None:
         self._job, self._counts, self._client = job, counts, client
         self._processes, self._selector, self._look = processes, selector, look
+        self._follow = follow
         self._most, self._window_s, self._ready_s = max_restarts, restart_window_s, ready_s
         self._failed_at, self._problem = list[float](), ""
         self._due = False
@@ -115,9 +118,12 @@ class TaskSupervisor:
 
     def _turn(self) -> None:
         self._look()
-        for task, child, code in self._processes.ended():
-            self._judge(task, child, code)
+        for ended in self._processes.ended():
+            self._judge(ended)
         self._compare(self._list)
+        children = self._processes.children
+        self._follow({one.incarnation: children[one.id].pid for one in self._list.tasks
+                      if one.incarnation and one.id in children})  # fmt: skip
         for key, _ in self._selector.select(_SOON_S if self._due else _TURN_S):
             if key.fd == self._wake:
                 os.read(self._wake, 4096)
@@ -158,11 +164,12 @@ class TaskSupervisor:
         if failed:
             self._charge(f"{task_name(task)} failed{reason}")
 
-    def _judge(self, task: p.Task, child: Child, code: int) -> None:
+    def _judge(self, ended: EndedTask) -> None:
         """A process has ended by itself. Raises Over if the run is over."""
+        task, code = ended.task, ended.exit_code
         listed = next((one for one in self._list.tasks if one.id == task.id), None)
         released = self._list.finished or (listed is not None and listed.status is p.NodeStatus.RELEASED)
-        self._fenced(task, code)
+        self._fenced(task, code, out_of_memory=ended.out_of_memory)
         if task.type is p.NodeType.CHIEF:
             if code == DONE:
                 log.info("the chief is done")
@@ -171,7 +178,8 @@ class TaskSupervisor:
                 return
             self._judge_chief(code)
         if not released:
-            self._charge(f"{task_name(task)} (pid {child.pid}) ended with {described(code)}")
+            memory = ": it was killed for want of memory" if ended.out_of_memory else ""
+            self._charge(f"{task_name(task)} (pid {ended.child.pid}) ended with {described(code)}{memory}")
 
     def _judge_chief(self, code: int) -> None:
         if code == USAGE:
@@ -187,9 +195,9 @@ class TaskSupervisor:
             raise Over(GAVE_UP, gave_up(what, self._most, self._window_s))
         log.warning("%s; it is replaced (%d of %d restarts)", what, len(self._failed_at), self._most)
 
-    def _fenced(self, task: p.Task, code: int) -> None:
+    def _fenced(self, task: p.Task, code: int, *, out_of_memory: bool = False) -> None:
         self._gone.add(task.id)
-        self._client.call(p.Fenced(self._job, self._client.incarnation, task.id, code))
+        self._client.call(p.Fenced(self._job, self._client.incarnation, task.id, code, out_of_memory))
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from dlrover_hooks.master.core.ps_clusters.task_states import ALIVE, TRANSITIONS, TaskEvent, TaskRecord, shown
-from dlrover_hooks.protocol import NodeStatus, NodeType, PSCluster, Tasks
+from dlrover_hooks.protocol import NodeResource, NodeStatus, NodeType, PSCluster, Tasks
 
 Place = tuple[NodeType, int]
 
@@ -30,6 +30,8 @@ class Goal(msgspec.Struct):
     workers: int | None = None
     moves: tuple[Place, ...] = ()
     within_s: float = 0.0
+    resources: dict[str, NodeResource] = {}
+    """Of the new tasks of `moves`, by name, where it changes."""
 
 
 class Growth(msgspec.Struct):
@@ -41,6 +43,8 @@ class Growth(msgspec.Struct):
     due: float
     within_s: float
     new: list[int] = []
+    resources: dict[str, NodeResource] = {}
+    """Of new tasks by name, where they are others than those of the tasks that they replace."""
 
 
 class PSClusters(msgspec.Struct):
@@ -77,6 +81,8 @@ class PSClusters(msgspec.Struct):
     """For replacements."""
     finished: bool = False
     problem: str = ""
+    resources: dict[str, NodeResource] = {}
+    """Of new tasks: by the name of a task that was there before, else by type."""
 
     @property
     def pending(self) -> bool:
@@ -90,11 +96,13 @@ class PSClusters(msgspec.Struct):
         return min((first, *initial))
 
 
-def add(clusters: PSClusters, place: Place, due: float = math.inf) -> TaskRecord:
-    """A new INITIAL task."""
+def add(clusters: PSClusters, place: Place, due: float = math.inf, resource: NodeResource | None = None) -> TaskRecord:
+    """A new INITIAL task. `resource`: of it alone; None: that of its place, or of its type."""
     clusters.last_id += 1
     clusters.number += 1
     task = TaskRecord(id=clusters.last_id, type=place[0], index=place[1], due=due)
+    known = clusters.resources.get(task.name) or clusters.resources.get(task.type.value)
+    task.resource = resource or known or NodeResource()
     clusters.tasks.append(task)
     return task
 

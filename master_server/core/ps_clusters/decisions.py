@@ -21,8 +21,8 @@ from dlrover_hooks.master.core.ps_clusters.cluster_state import (
     change,
     find,
 )
-from dlrover_hooks.master.core.ps_clusters.task_states import EXPECTED, TaskEvent, TaskRecord
-from dlrover_hooks.protocol import NodeStatus, NodeType, PSCluster
+from dlrover_hooks.master.core.ps_clusters.task_states import EXPECTED, TaskEvent, TaskRecord, name_of
+from dlrover_hooks.protocol import NodeResource, NodeStatus, NodeType, PSCluster
 
 Lists = tuple[list[TaskRecord], list[TaskRecord]]
 """Parameter servers and workers, by index."""
@@ -49,6 +49,7 @@ def ask(clusters: PSClusters, goal: Goal, now: float) -> None:
             workers=old.workers if goal.workers is None else goal.workers,
             moves=tuple(dict.fromkeys((*old.moves, *goal.moves))),
             within_s=goal.within_s,
+            resources=old.resources | goal.resources,
         )
         return
     ps = clusters.ps if goal.ps is None else goal.ps
@@ -57,6 +58,15 @@ def ask(clusters: PSClusters, goal: Goal, now: float) -> None:
         clusters.number += 1
         clusters.ps, clusters.workers, clusters.first_due = ps, workers, now + goal.within_s
         _release_surplus(clusters, "the job was scaled down")
+
+
+def set_resource(clusters: PSClusters, kind: NodeType, resource: NodeResource) -> None:
+    """Of tasks that are added from now on. Those that are there keep theirs, and so do their replacements."""
+    others = {name: one for name, one in clusters.resources.items() if name.partition(":")[0] != kind.value}
+    clusters.resources = others | {kind.value: resource}
+    for task in clusters.tasks:
+        if task.type is kind and task.status is not NodeStatus.RELEASED:
+            _remember(clusters, task)
 
 
 def roll_back(clusters: PSClusters, problem: str) -> None:
@@ -76,6 +86,7 @@ def roll_back(clusters: PSClusters, problem: str) -> None:
         if task.id not in kept and task.status is NodeStatus.RUNNING:
             change(clusters, task, TaskEvent.RELEASED, problem)
     for task in _found(clusters, kept):
+        _remember(clusters, task)
         if task.status is NodeStatus.PRE_DROPPED:
             change(clusters, task, TaskEvent.KEPT)
     if clusters.before is not None:
@@ -139,7 +150,12 @@ def _begin(clusters: PSClusters, now: float) -> None:
         clusters.number += 1
         clusters.problem = ""
         clusters.growth = Growth(
-            ps=ps, workers=workers, places=tuple(places), due=now + goal.within_s, within_s=goal.within_s
+            ps=ps,
+            workers=workers,
+            places=tuple(places),
+            due=now + goal.within_s,
+            within_s=goal.within_s,
+            resources=goal.resources,
         )
 
 
@@ -156,7 +172,9 @@ def _replace(clusters: PSClusters, now: float) -> None:
         return
     new = {task.place for task in _found(clusters, growth.new) if task.status in EXPECTED}
     due = growth.due if growth.due > now else now + growth.within_s  # one that had registered in time was lost since
-    growth.new += [add(clusters, place, due).id for place in growth.places if place not in new]
+    for place in growth.places:
+        if place not in new:
+            growth.new.append(add(clusters, place, due, growth.resources.get(name_of(place))).id)
 
 
 def _rejoin(clusters: PSClusters) -> None:
@@ -244,6 +262,8 @@ def _issue(clusters: PSClusters, lists: Lists, why: str) -> None:
         ),
     )
     clusters.void, clusters.why = False, ""
+    for task in (*servers, *workers):
+        _remember(clusters, task)
     listed = {*clusters.announced.ps, *clusters.announced.workers}
     if (growth := clusters.growth) is not None:  # one of its tasks may have replaced a dead one already
         taken = {task.place for task in (*servers, *workers) if task.id in growth.new}
@@ -258,6 +278,14 @@ def _issue(clusters: PSClusters, lists: Lists, why: str) -> None:
             change(clusters, task, TaskEvent.DROPPED, f"not in version {clusters.version}")
         elif task.status is NodeStatus.INITIAL and task.place not in needed:
             change(clusters, task, TaskEvent.RELEASED, f"not in version {clusters.version}")
+
+
+def _remember(clusters: PSClusters, task: TaskRecord) -> None:
+    """A task that replaces it gets the same."""
+    if task.resource != clusters.resources.get(task.type.value, NodeResource()):
+        clusters.resources[task.name] = task.resource
+    else:
+        clusters.resources.pop(task.name, None)
 
 
 def _grown(clusters: PSClusters) -> bool:

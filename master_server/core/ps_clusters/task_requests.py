@@ -69,6 +69,9 @@ def scale(job: Job, event: ScaleTasks, now: float, effects: Effects) -> Tasks:
     _check_room(job, clusters, event.ready_within_s)
     job.ps = clusters
     clusters.within_s = event.ready_within_s
+    for kind, resource in ((NodeType.PS, event.ps_resource), (NodeType.WORKER, event.worker_resource)):
+        if resource is not None:
+            decisions.set_resource(clusters, kind, resource)
     decisions.ask(clusters, Goal(ps=event.ps, workers=event.workers, within_s=event.ready_within_s), now)
     if (view(clusters).ps, view(clusters).workers) != (now_has.ps, now_has.workers):
         clusters.number += 1
@@ -96,8 +99,10 @@ def migrate(job: Job, event: MigrateTask, now: float, effects: Effects) -> Tasks
             hint="Scale the job up and down, or end that process and start another one.",
         )
     _check_room(job, clusters, event.ready_within_s)
-    if clusters.growth is None or place not in clusters.growth.places:
-        decisions.ask(clusters, Goal(moves=(place,), within_s=event.ready_within_s), now)
+    resources = {name: event.resource} if event.resource is not None else {}
+    growth = clusters.growth
+    if growth is None or place not in growth.places or growth.resources | resources != growth.resources:
+        decisions.ask(clusters, Goal(moves=(place,), within_s=event.ready_within_s, resources=resources), now)
     _follow(job, clusters, now, effects)
     return view(clusters)
 
@@ -223,7 +228,8 @@ def fenced(job: Job, event: Fenced, now: float, effects: Effects) -> Done:
     if task is None:
         return Done()
     done = task.type is NodeType.CHIEF and event.exit_code == 0 and task.status is not NodeStatus.INITIAL
-    _remove(job, clusters, task, f"it ended with exit code {event.exit_code}")
+    memory = ": it was killed for want of memory" if event.out_of_memory else ""
+    _remove(job, clusters, task, f"it ended with exit code {event.exit_code}{memory}")
     if done:
         _finish(job, clusters, effects)
     _follow(job, clusters, now, effects)

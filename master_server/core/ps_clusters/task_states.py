@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from dlrover_hooks.protocol import NodeStatus, NodeType, Task
+from dlrover_hooks.protocol import NodeResource, NodeStatus, NodeType, Task
 
 
 class TaskEvent(enum.Enum):
@@ -61,16 +61,22 @@ class TaskRecord(msgspec.Struct):
     due: float = math.inf
     launched: bool = False
     """A launcher started its process and will report that it is gone."""
+    resource: NodeResource = NodeResource()
 
     @property
     def name(self) -> str:
         """As TensorFlow writes it."""
-        return f"{self.type.value}:{self.index}"
+        return name_of(self.place)
 
     @property
     def place(self) -> tuple[NodeType, int]:
         """Type and index. A replacement has the same."""
         return self.type, self.index
+
+
+def name_of(place: tuple[NodeType, int]) -> str:
+    """As TensorFlow writes it."""
+    return f"{place[0].value}:{place[1]}"
 
 
 def shown(task: TaskRecord) -> Task:
@@ -83,6 +89,7 @@ def shown(task: TaskRecord) -> Task:
         incarnation=task.incarnation,
         address=task.address,
         reason=task.reason,
+        resource=task.resource,
     )
 
 

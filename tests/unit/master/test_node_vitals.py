@@ -188,3 +188,24 @@ def test_the_series_of_nodes_and_ranks_are_bounded() -> None:
     text = Metrics().text(state, nodes).decode()
     assert text.count("dlrover_hooks_node_cpu_cores{") == USES
     assert text.count("dlrover_hooks_rank_tree_processes{") == USES
+
+
+def test_each_launcher_of_a_parameter_server_job_may_report_until_it_is_finished() -> None:
+    """Launchers are no members of such a job. A task is shown with the processes that were reported of it."""
+    state, nodes = Master(), Nodes()
+    job_registry.apply(state, p.ScaleTasks("job", "cli", 1, 1), 0.0)
+    job = state.jobs["job"]
+    chief = next(task for task in job.ps.tasks if task.type is p.NodeType.CHIEF) if job.ps is not None else None
+    assert chief is not None
+    job_registry.apply(state, p.RegisterTask("job", "c", p.NodeType.CHIEF, 0, "", chief.id), 0.0)
+    one = report("launcher", workers=("c", "not registered"))
+    assert node_vitals.accepted(job, one).within_s == node_vitals.EVERY_S
+    node_vitals.keep(nodes, one, 0.0)
+    assert [use.node for use in node_vitals.node_uses(nodes, job, 0.0)] == [one.node]
+    assert list(node_vitals.task_uses(nodes, job)) == [
+        p.TaskUse(p.NodeType.CHIEF, 0, p.NodeStatus.RUNNING, node=one.node, processes=one.workers[0])
+    ]
+    job_registry.apply(state, p.EndTasks("job", "c"), 0.0)
+    with pytest.raises(Stale):
+        node_vitals.accepted(job, one)
+    assert list(node_vitals.node_uses(nodes, job, 0.0)) == []

@@ -515,3 +515,109 @@ def test_the_page_has_the_diagram_of_the_table() -> None:
 def test_every_state_can_be_reached_and_left() -> None:
     assert {before for before, _ in TRANSITIONS} == set(NodeStatus)
     assert {after for after in TRANSITIONS.values() if after} == set(NodeStatus) - {INITIAL}
+
+
+SMALL, BIG, OTHER = p.NodeResource(cpu=1.0, memory=256), p.NodeResource(cpu=2.0, memory=512), p.NodeResource(cpu=3.0)
+
+
+def resources(cluster: Cluster, *statuses: NodeStatus) -> dict[str, p.NodeResource]:
+    return {f"{one.type.value}:{one.index}": one.resource for one in cluster.shown.tasks if one.status in statuses}
+
+
+def of_small_servers() -> Cluster:
+    cluster = Cluster.__new__(Cluster)
+    cluster.state, cluster.now = job_registry.Master(), 1000.0
+    cluster.send(p.ScaleTasks("job", "cli", 2, 1, 60.0, ps_resource=SMALL))
+    cluster.start()
+    cluster.connect(1)
+    return cluster
+
+
+def migrate(cluster: Cluster, index: int, resource: p.NodeResource | None) -> None:
+    cluster.send(p.MigrateTask("job", "cli", PS, index, 60.0, resource))
+
+
+def test_tasks_have_the_resources_of_their_type_and_so_have_their_replacements() -> None:
+    cluster = of_small_servers()
+    none = p.NodeResource()
+    assert resources(cluster, RUNNING) == {"chief:0": none, "ps:0": SMALL, "ps:1": SMALL, "worker:0": none}
+    cluster.fence(cluster.one("ps:1", RUNNING))
+    assert resources(cluster, INITIAL) == {"ps:1": SMALL}
+
+
+def test_a_migrated_task_gets_its_own_resources_and_keeps_them_through_a_crash_and_another_default() -> None:
+    cluster = of_small_servers()
+    migrate(cluster, 1, BIG)
+    migrate(cluster, 1, BIG)
+    assert resources(cluster, INITIAL) == {"ps:1": BIG}
+    cluster.start()
+    cluster.connect(2)
+    assert resources(cluster, RUNNING)["ps:1"] == BIG
+    cluster.send(p.ScaleTasks("job", "cli", ps=3, ps_resource=OTHER))
+    assert resources(cluster, INITIAL) == {"ps:2": OTHER}
+    cluster.start()
+    cluster.connect(3)
+    for name, resource in {"ps:0": SMALL, "ps:1": BIG, "ps:2": OTHER}.items():
+        cluster.fence(cluster.one(name, RUNNING))
+        assert resources(cluster, INITIAL)[name] == resource
+    cluster.start()
+    cluster.connect(cluster.shown.version)
+    migrate(cluster, 1, None)
+    assert resources(cluster, INITIAL) == {"ps:1": BIG}
+
+
+def test_a_migration_that_is_rolled_back_leaves_the_resources_as_they_were() -> None:
+    for give_up in (True, False):
+        cluster = of_small_servers()
+        migrate(cluster, 1, BIG)
+        if give_up:
+            cluster.tick(60.0)
+        else:
+            cluster.start()
+            cluster.send(p.Connected("job", cluster.chief, 2, failed="cannot connect"))
+        cluster.fence(max((one for one in cluster.shown.tasks if one.index == 1 and one.status is RELEASED),
+                          key=lambda one: one.id), 0)  # fmt: skip
+        cluster.fence(next(one for one in cluster.shown.tasks if one.index == 1 and one.status is RUNNING))
+        assert resources(cluster, INITIAL) == {"ps:1": SMALL}
+
+
+def test_a_migration_with_other_resources_follows_one_that_is_under_way() -> None:
+    cluster = of_small_servers()
+    migrate(cluster, 1, BIG)
+    migrate(cluster, 1, OTHER)
+    assert resources(cluster, INITIAL) == {"ps:1": BIG}
+    cluster.start()
+    cluster.connect(2)
+    assert resources(cluster, INITIAL) == {"ps:1": OTHER}
+
+
+def test_a_journal_of_an_older_release_has_no_resources() -> None:
+    """Neither in its requests nor in its snapshots."""
+    import msgspec
+
+    from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
+    from dlrover_hooks.master.core.ps_clusters.task_states import TaskRecord
+
+    new = {"resource", "resources", "ps_resource", "worker_resource", "out_of_memory"}
+    for value in (
+        PSClusters(tasks=[TaskRecord(1, PS, 0)]),
+        p.Task(1, PS, 0, INITIAL),
+        p.ScaleTasks("job", "cli", 1, 1),
+        p.MigrateTask("job", "cli", PS, 0),
+        p.Fenced("job", "launcher", 1, -9),
+    ):
+        plain = msgspec.to_builtins(value)
+        tasks = plain.get("tasks", [])
+        for table in (plain, *tasks):
+            for name in new & set(table):
+                del table[name]
+        assert msgspec.convert(plain, type(value)) == value
+
+
+def test_the_reason_of_a_task_that_was_killed_for_memory_is_known() -> None:
+    cluster = of_small_servers()
+    cluster.send(p.Fenced("job", "launcher", cluster.one("ps:1", RUNNING).id, -9, out_of_memory=True))
+    cluster.start()
+    version = views.query(cluster.state, Nodes(), p.AwaitCluster("job", cluster.chief, 1))
+    assert isinstance(version, p.PSCluster)
+    assert "killed for want of memory" in version.why
