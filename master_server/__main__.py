@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -42,6 +42,9 @@ from dlrover_hooks.master.standby import (
     advertised,
     is_etcd,
 )
+
+if TYPE_CHECKING:
+    from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
 
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
@@ -77,6 +80,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
     advertise: str | None = None
     leader_lease_s: int | None = None
     etcd_password: str | None = None
+    brain: str | None = None
+    brain_token: str | None = None
 
 
 def _seconds(_: click.Context, param: click.Parameter, text: str) -> float:
@@ -144,6 +149,9 @@ class Command(click.Command):
               help="Refuse clients without a certificate that this CA has signed.")  # fmt: skip
 @click.option("--body-limit-bytes", default=BODY_LIMIT_BYTES, type=click.IntRange(min=1024),
               help="Larger requests get 413.")  # fmt: skip
+@click.option("--brain", metavar="URL", help="A Brain (dlrover-hooks brain) that makes the plans of jobs in "
+              "--mode cluster.")  # fmt: skip
+@click.option("--brain-token", envvar="DLROVER_HOOKS_BRAIN_TOKEN", show_envvar=True, help="Its bearer token.")
 @click.option("--life-fd", type=int, help="End when this pipe's other end is closed.")
 @click.option("--ephemeral", is_flag=True, help="Delete the journal when that pipe ends: its owner needs it no more.")
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
@@ -275,10 +283,20 @@ def _runtime(options: ServeOptions, journal: Journal, leadership: Leadership | N
         open_lease_s=options.open_lease_s,
         forget_after_s=options.forget_after_s,
         observe_commit=metrics.committed,
+        brain=_brain_jobs(options),
         leads=(lambda: True) if leadership is None else leadership.holds,
     )
     runtime.start()
     return runtime, App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
+
+
+def _brain_jobs(options: ServeOptions) -> BrainJobs | None:
+    """Raises UsageError for a wrong address. Imported here: few masters have a Brain."""
+    if options.brain is None:
+        return None
+    from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
+
+    return BrainJobs(options.brain, options.brain_token)
 
 
 async def _serve_alone(options: ServeOptions, listener: socket.socket, journal: SqliteJournal) -> bool:

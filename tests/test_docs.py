@@ -76,13 +76,15 @@ def test_python_blocks_compile(place: str, text: str) -> None:
     compile(text, place, "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "text", "workers"), [block for block in blocks("python") if block[2] is not None])
 def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(text)
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     if workers:
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(workers), "--job", "page", script]
+        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(workers), "--standby", "0", "--job", "page"]
+        command += [str(script)]
         run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
         code, said = run.returncode, run.stdout + run.stderr
     else:

@@ -123,7 +123,9 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--mode", type=click.Choice([mode.value for mode in ScalingMode]),
               help="The job's nodes are agents on this machine, and their number changes while it runs. manual: by "
               "`dlrover-hooks scale`. single-job: the master measures the speed and plans what pays, see "
-              "`dlrover-hooks plans`.")  # fmt: skip
+              "`dlrover-hooks plans`. cluster: the Brain plans, see `dlrover-hooks brain`.")  # fmt: skip
+@_flag("--brain", default="", metavar="URL",
+              help="With --mode cluster: the Brain's address. Its token is DLROVER_HOOKS_BRAIN_TOKEN.")  # fmt: skip
 @_flag("--min-workers", type=click.IntRange(min=1), default=1, show_default=True,
               help="With --mode: nodes at least. Each runs --nproc-per-node processes.")  # fmt: skip
 @_flag("--max-workers", type=click.IntRange(min=1),
@@ -315,10 +317,10 @@ def _scaling(flags: dict[str, Any]) -> ScalingOptions | None:
 
     given = click.get_current_context().get_parameter_source
     if flags["mode"] is None:
-        for name in ("min_workers", "max_workers", "max_cpu", "max_memory", "plan_window"):
+        for name in ("min_workers", "max_workers", "max_cpu", "max_memory", "plan_window", "brain"):
             if given(name) is not ParameterSource.DEFAULT:
                 flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} is for jobs whose nodes are planned", hint="add --mode manual or single-job")
+                raise UsageError(f"{flag} is for jobs whose nodes are planned", hint="add --mode")
         return None
     mode, cpus = ScalingMode(flags["mode"]), processors.cpus()
     if mode is not ScalingMode.MANUAL:
@@ -329,13 +331,15 @@ def _scaling(flags: dict[str, Any]) -> ScalingOptions | None:
         min_workers=flags["min_workers"],
         max_workers=flags["max_workers"] or max(cpus, flags["min_workers"]),
     )
-    return ScalingOptions(mode, limits, flags["plan_window"])
+    if (mode is ScalingMode.CLUSTER) != bool(flags["brain"]):
+        raise UsageError("--mode cluster and --brain need each other", hint="give both, or --mode single-job")
+    return ScalingOptions(mode, limits, flags["brain"], flags["plan_window"])
 
 
 def _check_scipy() -> None:
     if importlib.util.find_spec("scipy") is None:
         raise MissingExtra(
-            "--mode single-job fits models of the speed with scipy, which is not installed",
+            "the plans of --mode single-job and cluster need scipy, which is not installed",
             hint="pip install 'dlrover-hooks[scaling]', or use --mode manual",
         )
 

@@ -33,7 +33,13 @@ from dlrover_hooks.launcher.interruption import Eviction, after, last_code
 from dlrover_hooks.launcher.launcher_lock import sole
 from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
 from dlrover_hooks.launcher.master_requests import AgentAddress
-from dlrover_hooks.launcher.nodes.agent_options import AGENT, agent_options, lost_with_the_master
+from dlrover_hooks.launcher.nodes.agent_options import (
+    AGENT,
+    agent_options,
+    lost_with_the_master,
+    script_hash,
+    user_name,
+)
 from dlrover_hooks.launcher.nodes.node_host import NodeHost
 from dlrover_hooks.launcher.options import LaunchOptions, ScalingOptions
 from dlrover_hooks.launcher.processes.log_files import Logs
@@ -195,6 +201,7 @@ class Launcher:
         request = p.StartScaling(
             self.job, self._client.incarnation, scaling.mode, limits, pace=scaling.pace,
             relaunches=options.max_restarts, relaunch_window_s=options.restart_window_s,
+            user=user_name(), script_hash=script_hash(options.command),
         )  # fmt: skip
         scaler = ProcessScaler(
             self.job, command, environment, grace_s=options.grace_s, user_errors=(USER_ERROR, USAGE, GAVE_UP)
@@ -246,7 +253,8 @@ class Launcher:
         owned.callback(listener.close)
         journal = self.options.journal or owned.enter_context(temporary_journal())
         ephemeral, hang_timeout_s = self.options.journal is None, self.options.hang_timeout_s
-        return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s)
+        brain = self.options.scaling.brain if self.options.scaling is not None else ""
+        return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s, brain)
 
     def _host(self, master: Endpoint) -> str:
         """The address at which other nodes reach this one: on the route to the master's address."""

@@ -47,6 +47,8 @@ class ScalingOptions(msgspec.Struct, frozen=True):
 
     mode: ScalingMode
     limits: ResourceLimits
+    brain: str = ""
+    """In Cluster Mode: the Brain's address."""
     window_s: float = 30.0
     """A sample is taken, and a plan may be made, so often. The other times of `pace` follow from it."""
 

@@ -54,8 +54,8 @@ def run(folder: Path) -> tuple[int, list[list[float]], list[dict]]:
         ended = launcher.poll()
         launcher.terminate()
         launcher.wait(120)
-    if ended:
-        print(said.read_text())
+    (out := Path(options.out)).parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".log").write_text(said.read_text())
     rows = [[float(word) for word in line.split(",")] for line in log.read_text().splitlines()]
     return ended or 0, rows, found
 
@@ -81,7 +81,6 @@ for plan in found[1:]:
     )
 figure.legend(loc="lower right", bbox_to_anchor=(0.9, 0.15))
 figure.tight_layout()
-Path(options.out).parent.mkdir(parents=True, exist_ok=True)
 figure.savefig(options.out, dpi=120)
 steps = [int(row[1]) for row in rows]
 again, missing = len(steps) - len(set(steps)), max(steps) - min(steps) + 1 - len(set(steps))

@@ -103,7 +103,7 @@ class BrainService:
         """The job is over. Raises `UnknownJob`."""
         with self.database.writing() as connection:
             now = self.database.now(connection)
-            # the job is locked before its events, as everywhere: otherwise two transactions may deadlock
+            # before its events, as everywhere: otherwise two transactions may deadlock
             row = jobs.find(connection, message.job, lock=True)
             events.drop_open(connection, row.id, "the job has ended", now)
             jobs.end(connection, message.job, message.succeeded, now)

@@ -124,7 +124,7 @@ class LocalOptimizer(ResourceOptimizer):
     def speeds(self) -> dict[Configuration, float]:
         """Steps per second of each configuration that a plan may have now, by the model; measured ones without it."""
         if not self._recent or not self._determined:
-            return {where: sum(speeds) / len(speeds) for where, speeds in self._speeds.items()}
+            return {one.configuration: one.mean for one in self.statistics.measured}
         choices = self._choices()
         if not len(choices):
             return {}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.e2e.brain_process import BrainProcess
 from tests.e2e.launched import REPOSITORY, Launched, all_gone
 from tests.waiting import until
 
@@ -87,10 +89,12 @@ def plans(launched: Launched) -> dict[str, Any]:
 
 def agents(launched: Launched) -> dict[str, psutil.Process]:
     """The processes of the nodes, by name."""
-    found = [
-        one for one in psutil.Process(launched.process.pid).children() if "agent_process" in " ".join(one.cmdline())
-    ]
-    return {one.environ()["DLROVER_HOOKS_NODE"]: one for one in found}
+    found: dict[str, psutil.Process] = {}
+    for one in psutil.Process(launched.process.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "agent_process" in " ".join(one.cmdline()):
+                found[one.environ()["DLROVER_HOOKS_NODE"]] = one
+    return found
 
 
 def lives(launched: Launched, count: int) -> list[dict[str, Any]]:
@@ -197,6 +201,43 @@ def test_a_master_that_is_killed_keeps_the_plans(launch: Launch) -> None:
     assert job.leftovers() == []
 
 
+@pytest.fixture
+def brain(tmp_path: Path) -> Iterator[BrainProcess]:
+    process = BrainProcess(tmp_path, f"sqlite:///{tmp_path}/brain.db")
+    yield process
+    process.close()
+
+
+@pytest.mark.requirement("DL-34", "DL-38")
+def test_in_cluster_mode_the_brain_makes_the_plans(launch: Launch, brain: BrainProcess) -> None:
+    job = launch(STAY, "--mode", "cluster", "--brain", brain.url, "--max-workers", "2", member=True)
+    lives(job, 1)
+    (first,) = plans(job)["plans"]
+    assert first["reason"].startswith("the Brain (")
+    job.process.send_signal(signal.SIGINT)
+    assert job.end()[0] == 130
+    assert job.leftovers() == []
+
+
+@pytest.mark.requirement("DL-39")
+def test_a_brain_that_is_away_and_a_master_that_is_killed_do_not_stop_the_job(
+    launch: Launch, brain: BrainProcess
+) -> None:
+    """The master says that it plans by itself. A new master goes on with the nodes of the old one."""
+    brain.kill()
+    job = launch(STAY, "--mode", "cluster", "--brain", brain.url, "--max-workers", "2", member=True)
+    job.says("The master plans from the job's own statistics meanwhile")
+    lives(job, 1)
+    before = {name: one.pid for name, one in agents(job).items()}
+    master = job.child("dlrover_hooks.master")
+    master.kill()
+    job.child("dlrover_hooks.master", other_than=master.pid)
+    assert until(lambda: plans(job), "the plans of the new master")["mode"] == "cluster"
+    assert {name: one.pid for name, one in agents(job).items()} == before
+    job.process.send_signal(signal.SIGINT)
+    assert job.end()[0] == 130
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -204,6 +245,7 @@ def test_a_master_that_is_killed_keeps_the_plans(launch: Launch) -> None:
         (("--mode", "manual", "--ps", "1"), "the master plans how many nodes there are"),
         (("--mode", "manual", "--min-workers", "3", "--max-workers", "2"), "min_workers 3, max_workers 2"),
         (("--mode", "manual", "--max-cpu", "1", "--min-workers", "4"), "too little for 4 workers"),
+        (("--mode", "cluster"), "--mode cluster and --brain need each other"),
         (("--max-workers", "2"), "--max-workers is for jobs whose nodes are planned"),
         (("--mode", "manual", "--fault-level", "hot"), "does not work with --fault-level"),
     ],

@@ -41,6 +41,7 @@ def start(job: Job, event: StartScaling, now: float, effects: Effects) -> Desire
     scaling = job.scaling or JobScaling(event.mode, event.limits, ps=event.ps)
     scaling.mode, scaling.limits = event.mode, event.limits
     scaling.relaunches, scaling.relaunch_window_s = event.relaunches, event.relaunch_window_s
+    scaling.user, scaling.script_hash = event.user, event.script_hash
     scaling.history = plan_verification.at_pace(scaling.history, event.pace)
     job.scaling = scaling
     manager = WorkerManager(scaling, now)
@@ -172,8 +173,7 @@ def _follow(job: Job, scaling: JobScaling, now: float, effects: Effects) -> Desi
     number = scaling.number
     if not scaling.ps:
         WorkerManager(scaling, now).settle()
-    if not scaling.finished:
-        effects.append(PlanDue(job=job.name))
+    effects.append(PlanDue(job=job.name))
     if number != scaling.number or scaling.number != scaling.told:
         scaling.told = scaling.number
         effects.append(Wake(topic=nodes_topic(job.name)))
