@@ -49,9 +49,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def malformed(error: Exception) -> BadRequest:
+def malformed(error: Exception, hint: str = "See /openapi.json.") -> BadRequest:
     """The error for a body or a query that cannot be decoded."""
-    return with_status(BadRequest(f"The body or the query is malformed: {error}.", hint="See /openapi.json."), 400)
+    return with_status(BadRequest(f"The body or the query is malformed: {error}.", hint=hint), 400)
 
 
 def with_status(error: BadRequest, status: int) -> BadRequest:

@@ -162,7 +162,7 @@ class BrainApp:
         try:
             message = decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise malformed(error) from error
+            raise malformed(error, "See dlrover_hooks.master.brain.messages.") from error
         reply = await self._on(threads, functools.partial(call, message))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 

@@ -270,10 +270,10 @@ REQUESTS = [
         400,
         "uses -1",
     ),
-    ("samples", '{"job":"a","samples":[{"at":1,"sample":{"speed":1,"nodes":[%s]}}]}' % (NODE % (1, -5)), 400, "-5 MiB"),
+    ("samples", '{"job":"a","samples":[{"at":1,"sample":{"speed":1,"nodes":[%s]}}]}' % (NODE % (1, -5)), 400, "memory"),
     ("plan", '{"job":"b","stage":"job_stage_create"}', 404, "no job 'b'"),
     ("plan", '{"job":"a","stage":"job_stage_dance"}', 400, "job_stage_dance"),
-    ("plan", '{"job":"a","stage":"job_stage_create","oom_nodes":[{"type":"ps","id":-1}]}', 400, "id is -1"),
+    ("plan", '{"job":"a","stage":"job_stage_create","oom_nodes":[{"type":"ps","id":-1}]}', 400, "oom_nodes[0].id"),
     ("end", "[" * 100_000, 400, "malformed"),
     ("end", b"\xff\xfe", 400, "malformed"),
 ]
