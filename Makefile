@@ -29,7 +29,7 @@ IN_PROCESS := tests/unit tests/property tests/simulation
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ps test test-deep test-oldest requirements simulate simulate-masters chaos check structure format docs clean
+.PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -42,6 +42,9 @@ demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 wo
 
 demo-ps: $(READY) $(KERAS_READY)  ## train on TensorFlow's parameter servers, scale and kill them, and draw the loss
 	$(BIN)/python examples/tensorflow/demo.py --python $(CURDIR)/$(KERAS_ENV)/bin/python
+
+demo-scaling: $(READY)  ## train on as many workers as pay, and draw workers, speed and plans
+	$(BIN)/python examples/scaling/demo.py
 
 # First what waits for no other process and fails soonest, then what starts real ones.
 test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)

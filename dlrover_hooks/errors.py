@@ -16,8 +16,10 @@
     │   ├── GivenUp            410
     │   ├── BadRequest         422
     │   ├── TooLarge           413
-    │   └── JournalFailed      503
+    │   ├── JournalFailed      503
+    │   └── DatabaseFailed     503
     ├── MasterAway
+    ├── BrainAway
     ├── JobFinished
     ├── RoundEnded
     ├── ShardsFailed
@@ -141,12 +143,24 @@ class JournalFailed(MasterError):
     status = 503
 
 
+class DatabaseFailed(MasterError):
+    """The Brain's database cannot be read or written; nothing was changed."""
+
+    status = 503
+
+
 class MasterAway(HooksError):
     """The master did not answer within the deadline."""
 
     status = 503
     reached = True
     """False: no connection was made, so the master cannot have received the request."""
+
+
+class BrainAway(HooksError):
+    """The Brain did not answer within the deadline, or made no plan. A master goes on with `LocalOptimizer`."""
+
+    status = 503
 
 
 class JobFinished(HooksError):

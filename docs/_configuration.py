@@ -18,6 +18,7 @@ import msgspec
 from dlrover_hooks.cli.main import main
 from dlrover_hooks.config import PREFIX, Config
 from dlrover_hooks.master.__main__ import command as master
+from dlrover_hooks.master.brain.__main__ import command as brain
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "dlrover_hooks/config/settings.py"
@@ -25,7 +26,7 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
-_COMMANDS = ("run", "check", "vitals", "scale", "rehearse", "forget")
+_COMMANDS = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget")
 
 
 def tables() -> dict[str, str]:
@@ -42,7 +43,15 @@ def tables() -> dict[str, str]:
             ((f"`{name}`", *row) for name in ckpt.commands for row in flag_rows(ckpt.commands[name], name, below)),
         ),
         "master_table": flag_table(master, "python -m dlrover_hooks.master", None),
+        "brain_table": _brain_table(),
     }
+
+
+def _brain_table() -> str:
+    context = _context(brain, "python -m dlrover_hooks.master.brain", None)
+    rows = [("", *row) for row in flag_rows(brain, "python -m dlrover_hooks.master.brain", None)]
+    rows += [(_code(name), *row) for name in brain.commands for row in flag_rows(brain.commands[name], name, context)]
+    return _table(("command", "flag", "variable", "default", "meaning"), rows)
 
 
 def settings_table() -> str:

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import functools
 import gc
-import ipaddress
 import logging
 import math
 import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.config.token_file import read_token
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
-from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
+from dlrover_hooks.master.app import App
+from dlrover_hooks.master.http_answers import BODY_LIMIT_BYTES
 from dlrover_hooks.master.journal.etcd_leadership import TTL_S
 from dlrover_hooks.master.journal.journal_protocol import Journal, LeadershipLost
 from dlrover_hooks.master.journal.leadership import Leadership
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
+from dlrover_hooks.master.listening import Listening, check_tls, listening, uvicorn_config
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.master.standby import (
@@ -47,15 +43,14 @@ from dlrover_hooks.master.standby import (
     is_etcd,
 )
 
+if TYPE_CHECKING:
+    from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
+
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
 """Exit code (EX_CONFIG) for errors that the caller can correct."""
 FAILED = 70
 """Exit code (EX_SOFTWARE): this process failed; a restarted one may take over."""
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""Detect a lost host, whose kernel reports nothing, after 25 s. Connections inherit the listener's options."""
-_OTHER_FILES = 128
-"""Descriptors for the journal, storage and what Python opens; the rest are for connections."""
 _COLLECT_AT = (100_000, 20, 100)
 """Garbage collector thresholds. Thousands of open long-polls make a large heap, and searching it for cycles costs more
 than the requests. With Python's default (700, 10, 10), a rendezvous of 1000 nodes took six times the CPU time."""
@@ -85,6 +80,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
     advertise: str | None = None
     leader_lease_s: int | None = None
     etcd_password: str | None = None
+    brain: str | None = None
+    brain_token: str | None = None
 
 
 def _seconds(_: click.Context, param: click.Parameter, text: str) -> float:
@@ -152,6 +149,9 @@ class Command(click.Command):
               help="Refuse clients without a certificate that this CA has signed.")  # fmt: skip
 @click.option("--body-limit-bytes", default=BODY_LIMIT_BYTES, type=click.IntRange(min=1024),
               help="Larger requests get 413.")  # fmt: skip
+@click.option("--brain", metavar="URL", help="A Brain (dlrover-hooks brain) that makes the plans of jobs in "
+              "--mode cluster.")  # fmt: skip
+@click.option("--brain-token", envvar="DLROVER_HOOKS_BRAIN_TOKEN", show_envvar=True, help="Its bearer token.")
 @click.option("--life-fd", type=int, help="End when this pipe's other end is closed.")
 @click.option("--ephemeral", is_flag=True, help="Delete the journal when that pipe ends: its owner needs it no more.")
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
@@ -187,13 +187,12 @@ def command(token_file: str | None, **flags: Any) -> None:
 
 def serve(options: ServeOptions) -> None:
     """Serve until a signal arrives or `life_fd` is closed. Raises HooksError for errors that the caller can correct."""
-    _check_tls(options)
+    check_tls(_listening(options))
     _check_journal(options)
     gc.set_threshold(*_COLLECT_AT)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
-    listener = _listener(options)
-    _keep_alive(listener)
+    listener = listening(_listening(options))
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     if is_etcd(options.journal) or options.standby:
@@ -235,7 +234,7 @@ def _candidate(options: ServeOptions, address: str, listener: socket.socket) -> 
 async def _serve_candidate(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
     """Serve as a standby, and as the leader once elected. False if the runtime failed. Raises HooksError."""
     standby, loop = StandbyMaster(lambda: candidate.leadership.leader), asyncio.get_running_loop()
-    server = Server(_config(options, standby.asgi), ending=candidate.stopping)
+    server = Server(uvicorn_config(_listening(options), standby.asgi), ending=candidate.stopping)
     campaign = loop.run_in_executor(None, candidate.elected)
 
     async def lead() -> HooksError | None:
@@ -284,16 +283,26 @@ def _runtime(options: ServeOptions, journal: Journal, leadership: Leadership | N
         open_lease_s=options.open_lease_s,
         forget_after_s=options.forget_after_s,
         observe_commit=metrics.committed,
+        brain=_brain_jobs(options),
         leads=(lambda: True) if leadership is None else leadership.holds,
     )
     runtime.start()
     return runtime, App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
 
 
+def _brain_jobs(options: ServeOptions) -> BrainJobs | None:
+    """Raises UsageError for a wrong address. Imported here: few masters have a Brain."""
+    if options.brain is None:
+        return None
+    from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
+
+    return BrainJobs(options.brain, options.brain_token)
+
+
 async def _serve_alone(options: ServeOptions, listener: socket.socket, journal: SqliteJournal) -> bool:
     """False if the runtime failed: only a new process, which replays the journal, has a reliable state."""
     runtime, app = _runtime(options, journal)
-    server = Server(_config(options, app.asgi), runtime)
+    server = Server(uvicorn_config(_listening(options), app.asgi), runtime)
     runtime.on_failure = server.fail
     if options.life_fd is not None:
         _end_with(options.life_fd, server, asyncio.get_running_loop())
@@ -306,28 +315,11 @@ async def _serve_alone(options: ServeOptions, listener: socket.socket, journal: 
     return not server.failed
 
 
-def _config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = Limits(
-        strangers=max(16, min(Limits().strangers, files // 4)), connections=max(files // 2, files - _OTHER_FILES)
-    )
-    return uvicorn.Config(
-        app,
-        http=functools.partial(Connection, UnauthenticatedConnections(limits)),  # type: ignore[arg-type]  # it is only called
-        interface="asgi3",
-        proxy_headers=False,  # nothing reads them
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=2,
-        backlog=4096,
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        ssl_ca_certs=options.ssl_client_ca,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_ca else ssl.CERT_NONE,
-    )
+def _listening(options: ServeOptions) -> Listening:
+    return Listening(
+        options.host, options.port, options.fd, options.token,
+        options.ssl_certfile, options.ssl_keyfile, options.ssl_client_ca,
+    )  # fmt: skip
 
 
 class Server(uvicorn.Server):
@@ -381,81 +373,6 @@ def _end_with(life_fd: int, server: Server, loop: asyncio.AbstractEventLoop) -> 
         loop.call_soon_threadsafe(server.end)
 
     BackgroundThread("dlrover-hooks-life", wait, where="the owner's pipe", on_error="warn", failed=end).start()
-
-
-def _listener(options: ServeOptions) -> socket.socket:
-    if options.fd is not None:
-        return _inherited(options)
-    _check_token(options, options.host)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.host, options.port))
-        listener.listen(4096)
-    except OSError as error:
-        listener.close()
-        raise UsageError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}",
-            hint="another master may run there: give --port another number (0 picks a free one)"
-            if error.errno == errno.EADDRINUSE
-            else "give --host an address of this machine and --port one you may use",
-        ) from error
-    return listener
-
-
-def _inherited(options: ServeOptions) -> socket.socket:
-    assert options.fd is not None
-    try:
-        listener = socket.socket(fileno=options.fd)
-        address = listener.getsockname()
-    except OSError as error:
-        raise UsageError(
-            f"--fd {options.fd} is no socket: {error.strerror or error}", hint="pass a listening TCP socket on"
-        ) from error
-    _check_token(options, str(address[0]))
-    return listener
-
-
-def _keep_alive(listener: socket.socket) -> None:
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        listener.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _check_token(options: ServeOptions, host: str) -> None:
-    if options.token or _is_loopback(host):
-        return
-    raise UsageError(
-        f"refusing to listen on {host} without a token: anybody there could steer your training",
-        hint="set DLROVER_HOOKS_TOKEN (or --token-file) here and for the workers, or listen on 127.0.0.1",
-    )
-
-
-def _check_tls(options: ServeOptions) -> None:
-    """Check the TLS files before anything is opened: uvicorn would fail later, with a traceback."""
-    if options.ssl_certfile is None:
-        if options.ssl_keyfile is None and options.ssl_client_ca is None:
-            return
-        raise UsageError("--ssl-keyfile and --ssl-client-ca are of no use by themselves", hint="add --ssl-certfile")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")
-        if options.ssl_client_ca is not None:
-            context.load_verify_locations(options.ssl_client_ca)
-    except OSError as error:
-        raise UsageError(
-            f"the files for TLS cannot be used (certificate {options.ssl_certfile}, key "
-            f"{options.ssl_keyfile or 'in the same file'}, clients' CA {options.ssl_client_ca or 'none'}): {error}",
-            hint="give PEM files: --ssl-certfile and its own --ssl-keyfile, which must have no passphrase",
-        ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def main() -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
-import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client import Counter
@@ -21,16 +17,27 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 from starlette.types import Receive, Scope, Send
 
-from dlrover_hooks.errors import BadRequest, HooksError, TooLarge, Unauthorized
+from dlrover_hooks.errors import BadRequest, HooksError
 from dlrover_hooks.master import openapi
 from dlrover_hooks.master.connections import Connection
 from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.http_answers import (
+    BODY_LIMIT_BYTES,
+    bearer,
+    bug,
+    check_bearer,
+    check_browser,
+    http_problem,
+    malformed,
+    plain,
+    problem,
+    read_body,
+    with_status,
+)
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.protocol import PROTOCOL, ROUTES, Message, Problem, Route
+from dlrover_hooks.protocol import PROTOCOL, ROUTES, Message, Route
 
-log = logging.getLogger("dlrover_hooks.master")
-BODY_LIMIT_BYTES = 16 * 2**20
 PROTOCOL_HEADER = "X-Dlrover-Hooks-Protocol"
 KEY_HEADER = "Idempotency-Key"
 _PROTOCOL_HEADER, _KEY_HEADER = PROTOCOL_HEADER.lower().encode(), KEY_HEADER.lower().encode()
@@ -48,7 +55,7 @@ class App:
     ) -> None:
         self.runtime, self.metrics = runtime, metrics
         self._token, self._body_limit_bytes = token, body_limit_bytes
-        self._bearer = _header_value(f"Bearer {token}") if token is not None else None
+        self._bearer = bearer(token)
         self._openapi = msgspec.json.encode(openapi.document())
         self._by_path = {row.path: _Endpoint(self, row).answer for row in ROUTES if row.method == "POST"}
         self._starlette = Starlette(
@@ -62,7 +69,7 @@ class App:
                 HttpRoute("/openapi.json", self._describe),
                 HttpRoute("/metrics", self._measure),
             ],
-            exception_handlers={HTTPException: _http_problem, HooksError: _problem, Exception: _bug},
+            exception_handlers={HTTPException: http_problem, HooksError: problem, Exception: bug},
         )
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +84,7 @@ class App:
         try:
             response = await endpoint(request)
         except Exception as error:
-            response = await _bug(request, error)
+            response = await bug(request, error)
         await response(scope, receive, send)
 
     # ---- routes of the protocol --------------------------------------------------------------------------------------
@@ -89,48 +96,29 @@ class App:
         headers = dict[bytes, bytes](request.scope["headers"])  # starlette's would be searched for each name
         self._authorize(request, headers)
         if self._token is None:
-            _check_browser(request)
+            check_browser(request, "master")
         _check_protocol(headers)
-        message = _from_url(row, request) if row.in_url else _decode(decoder, await self._body(request))
+        message = (
+            _from_url(row, request)
+            if row.in_url
+            else _decode(decoder, await read_body(request, self._body_limit_bytes))
+        )
         return message, _key(headers, message) if row.event else None
 
     def _authorize(self, request: Request, headers: Mapping[bytes, bytes]) -> None:
-        given = headers.get(b"authorization", b"")
-        if self._bearer is not None and not hmac.compare_digest(given, self._bearer):
-            raise Unauthorized(
-                "The bearer token is wrong or missing.", hint="Set DLROVER_HOOKS_TOKEN to the master's token."
-            )
+        check_bearer(headers, self._bearer, "the master's")
         request.scope["state"]["connection"].welcome()
-
-    async def _body(self, request: Request) -> bytes:
-        """The complete body. Up to 4 times the limit is read, so that the sender of a larger body gets the error."""
-        limit = self._body_limit_bytes
-        chunks: list[bytes] = []
-        size, more = 0, True
-        while more and size <= 4 * limit:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            chunk, more = message.get("body", b""), message.get("more_body", False)
-            size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-        if size > limit:
-            raise TooLarge(
-                f"The body has more than {limit} bytes.", hint="Raise --body-limit-bytes, or send less at once."
-            )
-        return b"".join(chunks)
 
     # ---- routes outside the protocol ---------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
         del request
-        return _plain({"status": "ok", "pid": os.getpid(), "life": self.runtime.life})
+        return plain({"status": "ok", "pid": os.getpid(), "life": self.runtime.life})
 
     async def _ready(self, request: Request) -> Response:
         del request
         reason = await self.runtime.ready()
-        return _plain({"status": reason or "ready", "life": self.runtime.life}, 503 if reason else 200)
+        return plain({"status": reason or "ready", "life": self.runtime.life}, 503 if reason else 200)
 
     async def _describe(self, request: Request) -> Response:
         del request
@@ -181,7 +169,7 @@ class _Endpoint:
             status = 499
             response = Response(status_code=499)
         except HooksError as error:
-            response = await _problem(request, error)
+            response = await problem(request, error)
             status = response.status_code
         finally:
             if status not in self._counters:
@@ -203,23 +191,14 @@ def _from_url(row: Route, request: Request) -> Message:
     try:
         return msgspec.convert({**request.query_params, **request.path_params}, row.request, strict=False)
     except msgspec.ValidationError as error:
-        raise _malformed(error) from error
+        raise malformed(error) from error
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Message:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(error) from error
-
-
-def _malformed(error: Exception) -> BadRequest:
-    return _with_status(BadRequest(f"The body or the query is malformed: {error}.", hint="See /openapi.json."), 400)
-
-
-def _with_status(error: BadRequest, status: int) -> BadRequest:
-    error.status = status
-    return error
+        raise malformed(error) from error
 
 
 def _check_protocol(headers: Mapping[bytes, bytes]) -> None:
@@ -230,34 +209,7 @@ def _check_protocol(headers: Mapping[bytes, bytes]) -> None:
         f"The protocol of this master is {PROTOCOL} and {PROTOCOL - 1}, the client {spoken.decode('latin-1')}.",
         hint="Install the same minor version of dlrover-hooks for the master and the workers.",
     )
-    raise _with_status(error, 406)
-
-
-def _check_browser(request: Request) -> None:
-    """Refuse requests from web pages if there is no token.
-
-    A page in a browser on this machine could otherwise send requests as its user: with a form, or through a host name
-    of its own that resolves to this address (DNS rebinding).
-    """
-    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if "origin" in request.headers or not _names_this_machine(host):
-        error = BadRequest(
-            f"A master without a token answers no web page (Origin {request.headers.get('origin', 'none')!r}, "
-            f"Host {host!r}).",
-            hint="Use its IP address or localhost, or give the master a token.",
-        )
-        raise _with_status(error, 403)
-    if request.method == "POST" and kind != "application/json":
-        error = BadRequest(f"The body's type is {kind or 'not given'!r}.", hint="Send Content-Type: application/json.")
-        raise _with_status(error, 415)
-
-
-def _names_this_machine(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(host))
-    except ValueError:
-        return host == "localhost"
+    raise with_status(error, 406)
 
 
 def _key(headers: Mapping[bytes, bytes], message: Message) -> Key | None:
@@ -267,7 +219,7 @@ def _key(headers: Mapping[bytes, bytes], message: Message) -> Key | None:
     text = found.decode("latin-1")
     if (parts := _KEY.fullmatch(text)) is None:
         error = BadRequest(f"{KEY_HEADER} {text!r} is malformed.", hint="Expected INCARNATION/CHANNEL/SEQ.")
-        raise _with_status(error, 400)
+        raise with_status(error, 400)
     incarnation, channel, seq = parts.groups()
     if incarnation != getattr(message, "incarnation", incarnation):
         raise BadRequest(f"{KEY_HEADER} {text!r} is not the sender's.", hint="Start it with the message's incarnation.")
@@ -285,57 +237,3 @@ class _Reply(Response):
         """See starlette's Response. uvicorn's `send` examines each header, and is called twice."""
         if not scope["state"]["connection"].send_whole(scope, self.raw_headers, self.body):
             await super().__call__(scope, receive, send)
-
-
-def _header_value(text: str) -> bytes:
-    """As clients send it: in Latin-1 if possible."""
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return text.encode()
-
-
-def _plain(fields: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(fields), status_code=status, media_type="application/json")
-
-
-async def _problem(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, HooksError)
-    name = type(error).__name__
-    body = Problem(type=name, title=name, status=error.status, detail=error.message, hint=error.hint)
-    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-    if isinstance(error, TooLarge):
-        headers["Connection"] = "close"
-    return Response(
-        msgspec.json.encode(body), status_code=error.status, headers=headers, media_type="application/problem+json"
-    )
-
-
-async def _http_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = Problem(
-        type="MasterError",
-        title=error.detail,
-        status=error.status_code,
-        detail=f"{request.method} {request.url.path}: {error.detail}.",
-        hint="See /openapi.json for what this master answers.",
-    )
-    return Response(
-        msgspec.json.encode(body),
-        status_code=error.status_code,
-        headers=error.headers,
-        media_type="application/problem+json",
-    )
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-    body = Problem(
-        type="MasterError",
-        title="Internal error",
-        status=500,
-        detail=f"{type(error).__name__} in the master, see its log.",
-        hint="This is a bug of dlrover-hooks: please report it with the master's log.",
-    )
-    return Response(msgspec.json.encode(body), status_code=500, media_type="application/problem+json")

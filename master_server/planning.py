@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.master.core.events import PlanMade
@@ -15,7 +17,10 @@ from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling
 from dlrover_hooks.master.scaling.job_manager import JobManager
 from dlrover_hooks.master.scaling.job_resource_optimizer import JobResourceOptimizer, Situation, situation
 from dlrover_hooks.master.scaling.optimizer import ResourceOptimizer
-from dlrover_hooks.protocol import Message
+from dlrover_hooks.protocol import Message, ScalingMode
+
+if TYPE_CHECKING:
+    from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
 
 log = logging.getLogger("dlrover_hooks.master")
 
@@ -35,7 +40,7 @@ class Planning:
         state: the journaled state.
         inform: applies and journals an internal event of the master.
         journal_now: the time of an event that is journaled now.
-        optimizer: gives the optimizer of a job.
+        brain: makes the plans of jobs in Cluster Mode. None: their own statistics do.
     """
 
     def __init__(
@@ -44,10 +49,11 @@ class Planning:
         state: Callable[[], Master],
         inform: Callable[[Message], None],
         journal_now: Callable[[], float],
-        optimizer: Callable[[Situation], ResourceOptimizer] = local_optimizer,
+        brain: BrainJobs | None = None,
     ) -> None:
         self._nodes, self._state, self._inform, self._now = nodes, state, inform, journal_now
-        self._resource_optimizer = JobResourceOptimizer(optimizer)
+        self._brain = brain
+        self._resource_optimizer = JobResourceOptimizer(self._optimizer)
         self._managers: dict[str, JobManager] = {}
         self._windows: dict[str, asyncio.TimerHandle] = {}
         self._planning: dict[str, asyncio.Future[PlanMade | None]] = {}
@@ -78,6 +84,13 @@ class Planning:
         for timer in self._windows.values():
             timer.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._brain is not None:
+            self._brain.close()
+
+    def _optimizer(self, found: Situation) -> ResourceOptimizer:
+        if self._brain is not None and found.mode is ScalingMode.CLUSTER:
+            return self._brain.optimizer(found)
+        return local_optimizer(found)
 
     def _scaling(self, name: str) -> JobScaling | None:
         """Of a job that still is planned."""
@@ -96,6 +109,8 @@ class Planning:
         job, manager = self._state().jobs.get(name), self._managers[name]
         if job is not None and job.scaling is not None and not job.scaling.finished:
             if (event := manager.sample(self._nodes, job, job.scaling)) is not None:
+                if self._brain is not None:
+                    self._brain.report(name, event.sample)
                 self._inform(event)
             else:
                 self._plan(name)
@@ -104,7 +119,11 @@ class Planning:
     def _plan(self, name: str) -> None:
         """Have a plan made, unless one is being made."""
         scaling = self._scaling(name)
-        if self._closed or scaling is None or scaling.finished:
+        if self._closed or scaling is None:
+            return
+        if scaling.finished:
+            if self._brain is not None:
+                self._loop.run_in_executor(self._thread, partial(self._brain.end, name, succeeded=not scaling.failure))
             return
         if name in self._planning:
             self._again.add(name)

@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,6 +43,9 @@ from dlrover_hooks.master.planning import Planning
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
 from dlrover_hooks.protocol import Attach, Beat, Heartbeat, Message, NodeVitals, Watch
 
+if TYPE_CHECKING:
+    from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
+
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
 _PROBE_EVERY_S = 5.0
@@ -67,19 +70,11 @@ class Runtime:
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        *,
-        storage: Storage,
-        lease_s: float = 10.0,
-        suspicion_s: float = 0.5,
-        open_lease_s: float = 60.0,
-        forget_after_s: float = math.inf,
-        snapshot_every: int = SNAPSHOT_EVERY,
-        observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
-        clock: Clock = REAL,
-        leads: Callable[[], bool] = lambda: True,
-    ) -> None:
+        self, journal: Journal, *, storage: Storage, lease_s: float = 10.0, suspicion_s: float = 0.5,
+        open_lease_s: float = 60.0, forget_after_s: float = math.inf, snapshot_every: int = SNAPSHOT_EVERY,
+        observe_commit: Callable[[float, int], None] = lambda seconds, count: None, brain: BrainJobs | None = None,
+        clock: Clock = REAL, leads: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self.journal = journal
         self._leads = leads
         self.state = journal.load()
@@ -88,11 +83,14 @@ class Runtime:
         self._deposits = CheckpointCommits(
             storage, owner=journal.claims_as, inform=self._inform, writes=self._writes, wall=clock.wall
         )
-        self._snapshot_every, self._forget_after_s = snapshot_every, forget_after_s
-        self._observe_commit = observe_commit
+        self._snapshot_every, self._forget_after_s, self._observe_commit = (
+            snapshot_every,
+            forget_after_s,
+            observe_commit,
+        )
         self._began = self.state.now or clock.wall()
         self._uptime = Uptime(clock.monotonic, max(suspicion_s, lease_s / 10))
-        self._queue: deque[PendingEvent] = deque()
+        self._queue = deque[PendingEvent]()
         self._under_way: list[PendingEvent] = []
         self._committing: asyncio.Task[None] | None = None
         self._barrier: asyncio.Future[Message] | None = None
@@ -109,7 +107,7 @@ class Runtime:
         self._forgetting: asyncio.TimerHandle | None = None
         self._forgot_at = -math.inf
         self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, self._uptime, self._now)
-        self._planning = Planning(self.nodes, lambda: self.state, self._inform, self._now)
+        self._planning = Planning(self.nodes, lambda: self.state, self._inform, self._now, brain)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = self.failed = False
         """`failed`: a commit raised something other than `JournalFailed`: every request is refused from then on."""

@@ -12,10 +12,11 @@ import pytest
 from dlrover_hooks.cli.main import main
 from dlrover_hooks.config import PREFIX, Config
 from dlrover_hooks.master.__main__ import command as master
+from dlrover_hooks.master.brain.__main__ import command as brain
 from tests.manual import DOCS, tables
 
 KEYWORDS = [field for field in msgspec.structs.fields(Config) if field.name != "named"]  # that one is worked out
-TOP = ("run", "check", "vitals", "scale", "rehearse", "forget")
+TOP = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget")
 
 
 def rows(table: str) -> list[list[str]]:
@@ -62,9 +63,15 @@ def test_every_flag_of_every_ckpt_command_has_a_row() -> None:
     assert {(row[0], flag) for row in rows("ckpt_table") for flag in re.findall(r"`([^`]+)`", row[1])} == wanted
 
 
+def test_every_flag_of_the_brain_and_its_commands_has_a_row() -> None:
+    wanted = {("", flag) for flag in flags(brain)}
+    wanted |= {(f"`{name}`", flag) for name, command in brain.commands.items() for flag in flags(command)}
+    assert {(row[0], flag) for row in rows("brain_table") for flag in re.findall(r"`([^`]+)`", row[1])} == wanted
+
+
 def test_no_command_is_left_out() -> None:
     """`master` is `python -m dlrover_hooks.master`."""
-    assert set(main.commands) == {*TOP, "ckpt", "master"}
+    assert set(main.commands) == {*TOP, "brain", "ckpt", "master"}
 
 
 def test_a_flag_is_shown_with_the_variables_that_set_it() -> None:

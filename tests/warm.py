@@ -108,7 +108,7 @@ class Warm:
         self._process.wait(_ANSWER_S)
 
 
-_ENVIRONMENT = ("OMP_NUM_THREADS", "PYTHONPATH", "PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
+_ENVIRONMENT = ("OMP_NUM_THREADS", "PYTHONPATH", "PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "KERAS_BACKEND")
 _latest: dict[tuple[str, ...], Warm] = {}
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from dlrover_hooks import __version__
+from dlrover_hooks.cli.brain import brain
 from dlrover_hooks.cli.check import check
 from dlrover_hooks.cli.ckpt import ckpt
 from dlrover_hooks.cli.forget_job import forget
+from dlrover_hooks.cli.plans import plans
 from dlrover_hooks.cli.rehearse import command as rehearse
 from dlrover_hooks.cli.run import run
 from dlrover_hooks.cli.scale import scale
@@ -61,15 +63,18 @@ def main() -> None:
     dlrover-hooks run --nproc-per-node 2 --job mine train.py --lr 1e-3
     dlrover-hooks check
     dlrover-hooks vitals --watch mine
+    dlrover-hooks plans mine
     dlrover-hooks rehearse --kill 3 --steps 50 train.py --lr 1e-3
     dlrover-hooks master --port 8780
     dlrover-hooks ckpt ls ckpt/
     """
 
 
+main.add_command(brain)
 main.add_command(check)
 main.add_command(ckpt)
 main.add_command(forget)
+main.add_command(plans)
 main.add_command(run)
 main.add_command(rehearse)
 main.add_command(scale)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.cli.duration_type import Duration
-from dlrover_hooks.errors import HooksError, LaunchError, UsageError
+from dlrover_hooks.errors import HooksError, LaunchError, MissingExtra, UsageError
+from dlrover_hooks.protocol import ResourceLimits, ScalingMode
+
+if TYPE_CHECKING:
+    from dlrover_hooks.launcher.options import ScalingOptions
 
 _USAGE, _GAVE_UP = 78, 77
 _INSTEAD = {
@@ -115,6 +120,23 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--ready-timeout", "ready_s", type=Duration(), default="2m", show_default=True,
               help="With --ps: a new task that is not ready by then is given up, and the job goes on with the old "
               "ones.")  # fmt: skip
+@_flag("--mode", type=click.Choice([mode.value for mode in ScalingMode]),
+              help="The job's nodes are agents on this machine, and their number changes while it runs. manual: by "
+              "`dlrover-hooks scale`. single-job: the master measures the speed and plans what pays, see "
+              "`dlrover-hooks plans`. cluster: the Brain plans, see `dlrover-hooks brain`.")  # fmt: skip
+@_flag("--brain", default="", metavar="URL",
+              help="With --mode cluster: the Brain's address. Its token is DLROVER_HOOKS_BRAIN_TOKEN.")  # fmt: skip
+@_flag("--min-workers", type=click.IntRange(min=1), default=1, show_default=True,
+              help="With --mode: nodes at least. Each runs --nproc-per-node processes.")  # fmt: skip
+@_flag("--max-workers", type=click.IntRange(min=1),
+              help="With --mode: nodes at most.  [default: one for each CPU of this machine]")  # fmt: skip
+@_flag("--max-cpu", type=click.FloatRange(min=1),
+              help="With --mode: cores of all nodes together.  [default: those of this machine]")  # fmt: skip
+@_flag("--max-memory", type=click.IntRange(min=1024), metavar="MIB",
+              help="With --mode: memory of all nodes together.  [default: what is free on this machine]")  # fmt: skip
+@_flag("--plan-window", type=Duration(), default="30s", show_default=True,
+              help="With --mode: the speed is measured over windows of this length. A plan is decided after two to six "
+              "of them, and the next one is made ten windows later.")  # fmt: skip
 @_flag("--fault-level", type=click.Choice(["hot", "shrink", "elastic"]),
               help="When a worker or a node is lost. hot: replace it, the others wait up to --replace-timeout, then "
               "exit 77. shrink: go on with what is left (at least MIN), never grow. elastic: go on with what is left, "
@@ -200,6 +222,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
     One machine:    dlrover-hooks run --nproc-per-node 2 --job mine train.py
     Two machines:   export DLROVER_HOOKS_TOKEN=...       (the same on both)
                     dlrover-hooks run --nnodes 2 --rdzv-endpoint node-a --job mine train.py
+    What pays:      dlrover-hooks run --mode single-job --max-workers 4 --job mine train.py
     TensorFlow:     dlrover-hooks run --ps 2 --workers 2 --job mine train.py
     One to four:    dlrover-hooks run --nnodes 1:4 --rdzv-endpoint node-a --job mine train.py
     SLURM:          srun dlrover-hooks run --slurm train.py
@@ -287,6 +310,40 @@ _SAME = (
 """Flags that are passed to `LaunchOptions` unchanged."""
 
 
+def _scaling(flags: dict[str, Any]) -> ScalingOptions | None:
+    """Raises UsageError, MissingExtra."""
+    from dlrover_hooks.host import memory_limit, processors
+    from dlrover_hooks.launcher.options import ScalingOptions
+
+    given = click.get_current_context().get_parameter_source
+    if flags["mode"] is None:
+        for name in ("min_workers", "max_workers", "max_cpu", "max_memory", "plan_window", "brain"):
+            if given(name) is not ParameterSource.DEFAULT:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is for jobs whose nodes are planned", hint="add --mode")
+        return None
+    mode, cpus = ScalingMode(flags["mode"]), processors.cpus()
+    if mode is not ScalingMode.MANUAL:
+        _check_scipy()
+    limits = ResourceLimits(
+        cpu=flags["max_cpu"] or cpus,
+        memory=flags["max_memory"] or memory_limit.free().nbytes >> 20,
+        min_workers=flags["min_workers"],
+        max_workers=flags["max_workers"] or max(cpus, flags["min_workers"]),
+    )
+    if (mode is ScalingMode.CLUSTER) != bool(flags["brain"]):
+        raise UsageError("--mode cluster and --brain need each other", hint="give both, or --mode single-job")
+    return ScalingOptions(mode, limits, flags["brain"], flags["plan_window"])
+
+
+def _check_scipy() -> None:
+    if importlib.util.find_spec("scipy") is None:
+        raise MissingExtra(
+            "the plans of --mode single-job and cluster need scipy, which is not installed",
+            hint="pip install 'dlrover-hooks[scaling]', or use --mode manual",
+        )
+
+
 def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:
     from dlrover_hooks.launcher import node_supervisor
     from dlrover_hooks.launcher.options import LaunchOptions, Level, check
@@ -297,8 +354,8 @@ def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:
         tee = Streams(3)
     level = Level(flags["fault_level"]) if flags["fault_level"] else None
     options = LaunchOptions(
-        command=command, nodes=flags["nnodes"], workers=flags["nproc"], level=level, redirects=redirects, tee=tee,
-        **{name: flags[name] for name in _SAME},
+        command=command, nodes=flags["nnodes"], workers=flags["nproc"], scaling=_scaling(flags), level=level,
+        redirects=redirects, tee=tee, **{name: flags[name] for name in _SAME},
     )  # fmt: skip
     check(options)
     return node_supervisor.Launcher(options).run()

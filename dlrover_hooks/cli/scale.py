@@ -1,4 +1,4 @@
-"""`dlrover-hooks scale`: shows the tasks of a parameter server job, and changes their number while it runs."""
+"""`dlrover-hooks scale`: changes the number of a running job's nodes, or of the tasks of a parameter server job."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.errors import HooksError, Stale, UsageError
 
 if TYPE_CHECKING:
     from dlrover_hooks.client import MasterClient
-    from dlrover_hooks.protocol import NodeType, Tasks
+    from dlrover_hooks.protocol import DesiredNodes, NodeType, Tasks
 
 _USAGE, _FAILED = 78, 1
 _PATIENCE_S = 30.0
@@ -24,6 +24,9 @@ _POLL_S = 10.0
 @click.option("--job", envvar="DLROVER_HOOKS_JOB", help="Name of the job.  [default: the only one on this machine]")
 @click.option("--ps", type=click.IntRange(min=1), help="Parameter servers that it shall have.")
 @click.option("--workers", type=click.IntRange(min=1), help="Workers that it shall have.")
+@click.option("--release", is_flag=True,
+              help="For a job that the master plans: let it make plans again. A number that was given holds until "
+              "then.")  # fmt: skip
 @click.option("--migrate", metavar="ps:I|worker:I", help="Replace this task by a new one; the new one runs first.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True,
               help="Seconds until the change is rolled back if a new task is not ready.")  # fmt: skip
@@ -35,25 +38,28 @@ def scale(
     job: str | None,
     ps: int | None,
     workers: int | None,
+    release: bool,
     migrate: str | None,
     timeout: float,
     no_wait: bool,
     master: str | None,
     token: str | None,
 ) -> None:
-    """Change the parameter servers and workers of JOB, wait until its chief uses them, and show them.
+    """Change the parameter servers and workers of JOB, wait until they are used, and show them.
 
-    Without --ps, --workers and --migrate the tasks are only shown.
+    JOB was started with `dlrover-hooks run --ps`, or with `--mode`. Without an option its tasks, or nodes, are only
+    shown.
 
     Exit codes: 0 done, 1 rolled back or refused, 78 wrong address or options.
     """
     from dlrover_hooks.client import MasterClient
     from dlrover_hooks.launcher.running_jobs import find
 
+    planned: bool | None = None
     try:
         if master is None:
             running = find(job, tasks=True)
-            job, master, token = running.job, running.master, running.token
+            job, master, token, planned = running.job, running.master, running.token, running.planned
         if "://" not in master:
             raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
         if job is None:
@@ -61,7 +67,14 @@ def scale(
         moved = _task(migrate) if migrate else None
         client = MasterClient(master, token, incarnation=f"scale-{uuid.uuid4().hex}")
         try:
-            found = _change(client, job, TaskChange(ps, workers, moved, timeout), wait=not no_wait)
+            if planned is None:
+                planned = _is_planned(client, job)
+            tasks, nodes = TaskChange(ps, workers, moved, timeout), NodesChange(workers, release, timeout)
+            _check_fits(job, tasks, nodes, planned=planned)
+            if planned:
+                _scale_nodes(client, job, nodes, wait=not no_wait)
+                return
+            found = _change(client, job, tasks, wait=not no_wait)
         finally:
             client.close()
     except HooksError as error:
@@ -98,6 +111,58 @@ def _change(client: MasterClient, job: str, change: TaskChange, *, wait: bool) -
         new = client.call(p.AwaitTasks(job, own, found.number, _POLL_S), timeout_s=_PATIENCE_S)
         found = new if new.number != found.number else found
     return found
+
+
+class NodesChange(NamedTuple):
+    """What the command line asks for, of a job that the master plans."""
+
+    workers: int | None
+    release: bool
+    timeout_s: float
+
+
+def _check_fits(job: str, tasks: TaskChange, nodes: NodesChange, *, planned: bool) -> None:
+    """Raises UsageError if this kind of job does not have what is to be changed."""
+    if planned and (tasks.ps is not None or tasks.moved is not None):
+        raise UsageError(f"job {job} has no parameter servers", hint="give --workers or --release")
+    if nodes.release and not planned:
+        raise UsageError("--release is for a job that was started with --mode", hint="leave it out")
+
+
+def _is_planned(client: MasterClient, job: str) -> bool:
+    """Whether the master plans the nodes of this job."""
+    from dlrover_hooks import protocol as p
+
+    try:
+        client.call(p.ShowPlans(job), timeout_s=_PATIENCE_S)
+    except Stale:
+        return False
+    return True
+
+
+def _scale_nodes(client: MasterClient, job: str, change: NodesChange, *, wait: bool) -> None:
+    """Send a user's plan, if there is one, `wait` until its nodes run, and show them."""
+    from dlrover_hooks import protocol as p
+
+    own = client.incarnation
+    if change.workers is not None or change.release:
+        groups = {} if change.workers is None else {"worker": p.NodeGroupResource(change.workers)}
+        plan = p.ScaleNodes(job, own, p.ResourcePlan(groups), release=change.release)
+        client.call(plan, timeout_s=_PATIENCE_S)
+    found = client.call(p.AwaitNodes(job, own), timeout_s=_PATIENCE_S)
+    until = time.monotonic() + change.timeout_s
+    while wait and not found.finished and not _all_run(found) and time.monotonic() < until:
+        new = client.call(p.AwaitNodes(job, own, found.number, _POLL_S), timeout_s=_PATIENCE_S)
+        found = new if new.number != found.number else found
+    for node in found.nodes:
+        click.echo(f"  {node.name:<12} {node.status.value}")
+    if wait and not _all_run(found):
+        click.echo(f"dlrover-hooks scale: not all nodes run after {change.timeout_s:g} s", err=True)
+        sys.exit(_FAILED)
+
+
+def _all_run(found: DesiredNodes) -> bool:
+    return all(node.status.value == "running" for node in found.nodes)
 
 
 def _task(text: str) -> tuple[NodeType, int]:

@@ -436,6 +436,9 @@ class Agent:
 
     def _start_workers(self) -> None:
         first = self._round == 0
+        if first and (view := self._trains_without_us()) is not None:
+            self._start_later_members(view)
+            return
         seats = tuple(p.Seat(uuid.uuid4().hex, local_rank) for local_rank in self._local_ranks)
         seated = self._take_seats(seats, first=first)
         self._round, self._due, self._job_over = seated.round or 0, None, False
@@ -447,6 +450,30 @@ class Agent:
         for index, seat in enumerate(seats):
             self.workers.start(seat, seated, index, len(seats), **life)
         self._say_pids([seat.incarnation for seat in seats])
+
+    def _trains_without_us(self) -> p.JobView | None:
+        """The job, if its members train, there is room for this node, and they let workers in without a restart."""
+        options = self.options
+        if not options.several_nodes or not options.python or options.fault_level is not Level.ELASTIC:
+            return None
+        view = self._requests.view()
+        if view is None or view.finished or view.ending is not None or view.phase is not p.Phase.TRAINING:
+            return None
+        here = any(one.alive and one.node == self._address.node for one in view.members)
+        room = living(view) + len(self._local_ranks) <= options.max_workers
+        return view if room and not here and live_on(view, (), view.round) else None
+
+    def _start_later_members(self, view: p.JobView) -> None:
+        """Start workers that import first and join by themselves, so that the others train on until they are ready."""
+        self._round, self._due, self._job_over = view.round, None, False
+        self.budget.started(view)
+        names: list[str] = []
+        for local_rank in self._local_ranks:
+            seat = p.Seat(uuid.uuid4().hex, local_rank)
+            self._newcomers.add(seat.incarnation)
+            self.workers.start_member(seat, living(view) + len(names), view.round + 1, len(self._local_ranks))
+            names.append(seat.incarnation)
+        self._say_pids(names)
 
     def _say_pids(self, workers: Sequence[str]) -> None:
         children = [self.workers.children[worker] for worker in workers[:_PIDS]]

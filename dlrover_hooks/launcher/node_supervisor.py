@@ -18,6 +18,8 @@ import uuid
 from collections.abc import Callable
 from types import FrameType
 
+import msgspec
+
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import HooksError, UsageError
@@ -26,12 +28,20 @@ from dlrover_hooks.launcher import requeue
 from dlrover_hooks.launcher.agent import Agent
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.summary import Failure, FailureRecord, FailureSummary, again, screen
-from dlrover_hooks.launcher.failures.verdict import counted, farewell
+from dlrover_hooks.launcher.failures.verdict import GAVE_UP, USAGE, USER_ERROR, counted, farewell
 from dlrover_hooks.launcher.interruption import Eviction, after, last_code
 from dlrover_hooks.launcher.launcher_lock import sole
 from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
 from dlrover_hooks.launcher.master_requests import AgentAddress
-from dlrover_hooks.launcher.options import LaunchOptions
+from dlrover_hooks.launcher.nodes.agent_options import (
+    AGENT,
+    agent_options,
+    lost_with_the_master,
+    script_hash,
+    user_name,
+)
+from dlrover_hooks.launcher.nodes.node_host import NodeHost
+from dlrover_hooks.launcher.options import LaunchOptions, ScalingOptions
 from dlrover_hooks.launcher.processes.log_files import Logs
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_file, temporary_journal
 from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
@@ -39,6 +49,7 @@ from dlrover_hooks.launcher.running_jobs import listed
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses
 from dlrover_hooks.launcher.tasks.task_supervisor import TaskCounts, TaskSupervisor
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
+from dlrover_hooks.scalers.process_scaler import ProcessScaler
 from dlrover_hooks.vitals.node_reports import NodeReports
 from dlrover_hooks.worker import preimport_list
 
@@ -66,7 +77,7 @@ class Launcher:
         self._node = settings.place().node
         self._signal: int | None = None
         self._save_to = config.save_to
-        self._workers: Workers | TaskProcesses
+        self._workers: Workers | TaskProcesses | NodeHost
         self._follow: Callable[[], None] = lambda: None
         self._seen: p.JobView | None = None
         self._failures: tuple[Failure, ...] = ()
@@ -99,8 +110,11 @@ class Launcher:
             environment = self._environment(master.url, token or "", address)
             if self.options.ps is not None:
                 return self._run_tasks(owned, self.options.ps, environment, served, token)
+            if self.options.scaling is not None:
+                return self._run_nodes(owned, self.options.scaling, served, token)
             command = self.options.command
-            preload = environment["DLROVER_HOOKS_PRELOAD"] = owned.enter_context(temporary_file("preload"))
+            preload = self.options.preload or owned.enter_context(temporary_file("preload"))
+            environment["DLROVER_HOOKS_PRELOAD"] = preload
             standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
             logs = None
             if self.options.log_dir:
@@ -110,7 +124,8 @@ class Launcher:
             self._workers = workers
             self._take_signals(owned)
             found = owned.enter_context(listed(self.job, self._client.url, token))
-            temporary = (preload, found, *self.options.temporary)
+            own = () if self.options.preload else (preload,)
+            temporary = (*own, found, *self.options.temporary)
             self._services = Services(self.job, self._node, token, served, temporary, self._selector)
             owned.callback(self._services.end)
             owned.callback(self._client.close)
@@ -160,6 +175,45 @@ class Launcher:
         )  # fmt: skip
         return supervisor.run()
 
+    def _run_nodes(
+        self, owned: contextlib.ExitStack, scaling: ScalingOptions, served: Served | None, token: str | None
+    ) -> int:
+        """A job whose nodes the master plans: each is an agent on this machine."""
+        self._take_signals(owned)
+        found = owned.enter_context(listed(self.job, self._client.url, token, planned=True))
+        preload = owned.enter_context(temporary_file("preload"))
+        self._services = Services(self.job, self._node, token, served, (preload, found), self._selector, keeper=False)
+        owned.callback(self._services.end)
+        owned.callback(self._client.close)
+        owned.callback(self._eviction.close)
+        options, limits, first = self.options, scaling.limits, self._fresh
+
+        def command(node: p.Node) -> list[str]:
+            nonlocal first
+            told = agent_options(options, self._client.url, job=self.job, fresh=first, preload=preload)
+            first = False
+            return [sys.executable, "-m", AGENT, msgspec.json.encode(told).decode()]
+
+        def environment(node: p.Node) -> dict[str, str]:
+            return settings.worker_environment(
+                DLROVER_HOOKS_JOB=self.job, DLROVER_HOOKS_TOKEN=token or "", DLROVER_HOOKS_NODE=node.name
+            )
+
+        request = p.StartScaling(
+            self.job, self._client.incarnation, scaling.mode, limits, pace=scaling.pace,
+            relaunches=options.max_restarts, relaunch_window_s=options.restart_window_s,
+            user=user_name(), script_hash=script_hash(options.command),
+        )  # fmt: skip
+        scaler = ProcessScaler(
+            self.job, command, environment, grace_s=options.grace_s, user_errors=(USER_ERROR, USAGE, GAVE_UP)
+        )
+        host = self._workers = NodeHost(request, self._client, scaler, self._selector, self._look)
+        log.info("job %s: mode %s, %d to %s with %s each, master at %s", self.job, scaling.mode.value,
+                 limits.min_workers, counted(limits.max_workers, "node"), counted(options.workers.most, "worker"),
+                 self._client.url)  # fmt: skip
+        log.info("job %s: %s", self.job, lost_with_the_master(scaling.mode, options.journal))
+        return host.run()
+
     def _reports(self, owned: contextlib.ExitStack) -> NodeReports:
         reports = NodeReports(
             self._client, self.job, self._client.incarnation, self._node, _local_folder(self._save_to)
@@ -200,7 +254,8 @@ class Launcher:
         owned.callback(listener.close)
         journal = self.options.journal or owned.enter_context(temporary_journal())
         ephemeral, hang_timeout_s = self.options.journal is None, self.options.hang_timeout_s
-        return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s)
+        brain = self.options.scaling.brain if self.options.scaling is not None else ""
+        return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s, brain)
 
     def _host(self, master: Endpoint) -> str:
         """The address at which other nodes reach this one: on the route to the master's address."""

@@ -10,6 +10,7 @@ import msgspec
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.launcher.processes.log_files import Streams
+from dlrover_hooks.protocol import ResourceLimits, ScalingMode, ScalingPace
 
 MIN_HANG_S = 2.0
 """Two heartbeats."""
@@ -41,6 +42,22 @@ class Bounds(msgspec.Struct, frozen=True):
         return str(self.least) if self.fixed else f"{self.least}:{self.most}"
 
 
+class ScalingOptions(msgspec.Struct, frozen=True):
+    """How the master plans the nodes of the job. Each node is an agent on this machine, with `workers` of its own."""
+
+    mode: ScalingMode
+    limits: ResourceLimits
+    brain: str = ""
+    """In Cluster Mode: the Brain's address."""
+    window_s: float = 30.0
+    """A sample is taken, and a plan may be made, so often. The other times of `pace` follow from it."""
+
+    @property
+    def pace(self) -> ScalingPace:
+        """The proportions are those of the defaults of `ScalingPace`."""
+        return ScalingPace(window_s=self.window_s, settle_s=2 * self.window_s, cool_down_s=10 * self.window_s)
+
+
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. `command` is run once per worker."""
 
@@ -52,6 +69,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Bounds = Bounds()
     workers: Bounds = Bounds()
     """Per node."""
+    scaling: ScalingOptions | None = None
+    """The master plans how many nodes there are, from one up to the limits."""
     level: Level | None = None
     replace_timeout_s: float = 600.0
     hang_timeout_s: float = 60.0
@@ -82,6 +101,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Folder for the workers' output files; see `log_files.Logs` for the next two."""
     redirects: Streams = Streams()
     tee: Streams = Streams()
+    preload: str = ""
+    """Where workers write what they have imported, if launchers of other nodes on this machine share it."""
     temporary: tuple[str, ...] = ()
     """Files to be removed even if the launcher is killed."""
 
@@ -164,12 +185,28 @@ def check(options: LaunchOptions) -> None:
         raise UsageError("--redirects and --tee need a folder for their files", hint="add --log-dir DIR")
     if options.ps is not None:
         _check_tasks(options)
+    if options.scaling is not None:
+        _check_scaling(options)
     if options.nodes.most > 1 and not options.endpoint:
         raise UsageError(
             f"--nnodes {options.nodes}: the nodes need one address to meet at",
             hint="give all of them --rdzv-endpoint HOST:8780, where HOST is the first node: it serves the master "
             "there. Or run `python -m dlrover_hooks.master` anywhere and give --rdzv-endpoint http://HOST:8780. "
             "Under SLURM --slurm finds the address",
+        )
+
+
+def _check_scaling(options: LaunchOptions) -> None:
+    mode = f"--mode {options.scaling.mode.value}" if options.scaling is not None else ""
+    if options.ps is not None or options.nodes.most > 1 or options.endpoint or not options.workers.fixed:
+        raise UsageError(
+            f"{mode}: the master plans how many nodes there are, on this machine",
+            hint="leave out --ps, --nnodes and --rdzv-endpoint, and give --nproc-per-node one number; --min-workers "
+            "and --max-workers bound the nodes",
+        )
+    if options.level is not None or options.node_check or options.requeue or options.preemption != "none":
+        raise UsageError(
+            f"{mode} does not work with --fault-level, --node-check, --requeue and --preemption", hint="leave them out"
         )
 
 

@@ -17,23 +17,25 @@ from dlrover_hooks.errors import UsageError
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """`token`: of the master; None: it needs none. `pid`: of the launcher. `tasks`: a parameter server job."""
+    """`token`: of the master; None: it needs none. `pid`: of the launcher. `tasks`: a parameter server job.
+    `planned`: the master plans its nodes."""
 
     job: str
     master: str
     token: str | None
     pid: int
     tasks: bool = False
+    planned: bool = False
 
 
 @contextlib.contextmanager
-def listed(job: str, master: str, token: str | None, *, tasks: bool = False) -> Iterator[str]:
+def listed(job: str, master: str, token: str | None, *, tasks: bool = False, planned: bool = False) -> Iterator[str]:
     """While it lasts, this launcher's job can be found, by the file of the returned name."""
     path = os.path.join(settings.runtime_dir(), f"job-{_digest(job)}-{os.getpid()}.json")
     draft = f"{path}.draft"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(RunningJob(job, master, token, os.getpid(), tasks)))
+        file.write(msgspec.json.encode(RunningJob(job, master, token, os.getpid(), tasks, planned)))
     os.replace(draft, path)
     try:
         yield path
@@ -43,13 +45,14 @@ def listed(job: str, master: str, token: str | None, *, tasks: bool = False) -> 
 
 
 def find(job: str | None, *, tasks: bool) -> RunningJob:
-    """The job of that name, or the only one. `tasks`: parameter server jobs alone. Raises UsageError."""
-    found = {one.job: one for one in _running() if one.tasks or not tasks}  # several launchers may run one job
+    """The job of that name, or the only one. `tasks`: only jobs that can be scaled. Raises UsageError."""
+    running = sorted(_running(), key=lambda one: one.planned)  # several launchers may run one job: this one decides
+    found = {one.job: one for one in running if one.tasks or one.planned or not tasks}
     chosen = [one for one in found.values() if job in (None, one.job)]
     if len(chosen) == 1:
         return chosen[0]
     names = ", ".join(sorted(found)) or "none"
-    kind = "parameter server job" if tasks else "job"
+    kind = "job that can be scaled" if tasks else "job"
     what = f"no {kind} {job!r} runs here" if job else "which job?"
     raise UsageError(
         f"{what} (running on this machine: {names})",

@@ -10,15 +10,27 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.node_resource import Mebibytes, NodeResource
 from dlrover_hooks.protocol.ps_messages import NodeType
 
+_MOST_MEMORY = 1 << 40
+
 
 class NodeSample(msgspec.Struct, frozen=True):
-    """One node: what it has, and of that how many CPU cores (mean) and MiB (highest) it used."""
+    """One node: what it has, and of that how many CPU cores (mean) and MiB (highest) it used.
+
+    Raises `UsageError` if an amount is negative, not a finite number, or more MiB than any machine has.
+    """
 
     name: str
     type: NodeType
     config_resource: NodeResource
     cpu: float
     memory: Mebibytes
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.cpu) or self.cpu < 0 or not 0 <= self.memory <= _MOST_MEMORY:
+            raise UsageError(
+                f"sample of node {self.name}: it uses {self.cpu} cores and {self.memory} MiB",
+                hint="give finite amounts of at least 0",
+            )
 
     @property
     def cpu_share(self) -> float:

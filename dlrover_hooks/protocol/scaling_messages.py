@@ -12,6 +12,7 @@ from dlrover_hooks.protocol.resource_plans import Node, ResourceLimits, Resource
 
 MOST_CHANGES = 4096
 """Nodes in one report."""
+Label = Annotated[str, msgspec.Meta(max_length=256)]
 Shortest = Annotated[float, msgspec.Meta(ge=0.1, le=1e9)]
 
 
@@ -55,6 +56,9 @@ class StartScaling(Message, frozen=True):
     relaunches: Count = 10
     """Nodes that ended by a failure are replaced so often within `relaunch_window_s`; then the job is given up."""
     relaunch_window_s: Seconds = 3600.0
+    user: Label = ""
+    script_hash: Label = ""
+    """Both find the finished jobs that are like this one, in Cluster Mode."""
 
 
 class ScaleNodes(Message, frozen=True):

@@ -172,6 +172,8 @@ class NodeVitals(Message, frozen=True):
     disk: DiskVitals | None = None
     """None if the file system gave an error, or no answer."""
     workers: Annotated[tuple[WorkerProcesses, ...], msgspec.Meta(max_length=MOST_WORKERS)] = ()
+    launcher: WorkerProcesses | None = None
+    """The launcher itself, the keeper and idle standbys. Its `incarnation` is empty."""
 
 
 class NextVitals(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ EVERY_S = 5.0
 _SHORTEST_S, _LONGEST_S = 1.0, 600.0
 _PATIENCE_S = 5.0
 _STOP_S = 1.0
+_LAUNCHER = ""
 _AGAIN_S = 60.0
 """Pause after an error that nobody expects."""
 
@@ -70,12 +72,13 @@ class NodeReports:
 
     def _run(self) -> None:
         node, trees, wait_s = NodeSampler(), ProcessTrees(), FIRST_S
-        trees.sample(self._workers, uptime_s())
+        trees.sample({_LAUNCHER: os.getpid(), **self._workers}, uptime_s())
         while not self._thread.stopping.wait(wait_s):
             wait_s = self._report(self.sample(node, trees))
 
     def sample(self, node: NodeSampler, trees: ProcessTrees) -> p.NodeVitals:
         """One report. Called by the thread."""
+        trees_of = trees.sample({_LAUNCHER: os.getpid(), **self._workers}, uptime_s())
         return p.NodeVitals(
             job=self._job,
             incarnation=self._incarnation,
@@ -84,7 +87,8 @@ class NodeReports:
             memory=node.memory(),
             network=node.network(),
             disk=self._disk.value,
-            workers=trees.sample(self._workers, uptime_s()),
+            workers=tuple(tree for tree in trees_of if tree.incarnation != _LAUNCHER),
+            launcher=next((tree for tree in trees_of if tree.incarnation == _LAUNCHER), None),
         )
 
     def _report(self, vitals: p.NodeVitals) -> float:

@@ -40,13 +40,15 @@ class Situation(msgspec.Struct, frozen=True):
     statistics: JobStatistics
     history: PlanHistory
     out_of_memory: tuple[Node, ...]
+    user: str = ""
+    script_hash: str = ""
 
 
 def situation(job: str, scaling: JobScaling) -> Situation:
     """Of this job, now."""
     return Situation(
         job, scaling.mode, scaling.ps, scaling.held, scaling.finished, scaling.stage, scaling.limits,
-        scaling.statistics, scaling.history, scaling.out_of_memory,
+        scaling.statistics, scaling.history, scaling.out_of_memory, scaling.user, scaling.script_hash,
     )  # fmt: skip
 
 
@@ -79,8 +81,10 @@ class JobResourceOptimizer:
         return self._running(found, now) if found.stage is OptimizeStage.RUNNING else self._of_stage(found)
 
     def _of_stage(self, found: Situation) -> PlanMade:
-        plan = self._optimizer(found).generate_opt_plan(found.stage)
-        return PlanMade(found.job, plan, AFTER[found.stage], _WHY[found.stage], verified=False)
+        optimizer = self._optimizer(found)
+        plan = optimizer.generate_opt_plan(found.stage)
+        why = optimizer.explain(plan) or _WHY[found.stage]
+        return PlanMade(found.job, plan, AFTER[found.stage], why, verified=False)
 
     def _after_out_of_memory(self, found: Situation) -> PlanMade:
         nodes = found.out_of_memory
@@ -95,7 +99,8 @@ class JobResourceOptimizer:
         if plan.empty or plan_verification.refusal(found.history, plan, found.statistics.recent[-1], now):
             return None
         predicted = optimizer.predict(plan)
-        return PlanMade(found.job, plan, found.stage, _why(plan, predicted), predicted)
+        why = optimizer.explain(plan) or _why(plan, predicted)
+        return PlanMade(found.job, plan, found.stage, why, predicted)
 
 
 def _why(plan: ResourcePlan, predicted: float | None) -> str:

@@ -121,6 +121,16 @@ class LocalOptimizer(ResourceOptimizer):
         """Steps per second of the configuration that was measured last, by the model. None: it is not determined."""
         return float(self._fitted()(*self._current)) if self._recent and self._determined else None
 
+    def speeds(self) -> dict[Configuration, float]:
+        """Steps per second of each configuration that a plan may have now, by the model; measured ones without it."""
+        if not self._recent or not self._determined:
+            return {one.configuration: one.mean for one in self.statistics.measured}
+        choices = self._choices()
+        if not len(choices):
+            return {}
+        found = zip(choices, self._fitted()(*choices.T), strict=True)
+        return {tuple(int(number) for number in choice): float(speed) for choice, speed in found}
+
     @property
     def _recent(self) -> tuple[JobSample, ...]:
         return self.statistics.recent

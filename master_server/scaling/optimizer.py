@@ -33,3 +33,7 @@ class ResourceOptimizer(metaclass=ABCMeta):
     def predict(self, plan: ResourcePlan) -> float | None:
         """Steps per second with this plan; None: nothing predicts them."""
         return None
+
+    def explain(self, plan: ResourcePlan) -> str:
+        """Why it made `plan`, for a person; empty: as anybody would expect."""
+        return ""

@@ -102,18 +102,18 @@ def after_out_of_memory(
     servers = [node for node in nodes if node.type is NodeType.PS]
     present = sample.of(NodeType.PS) if sample else []
     more = min(2 * max(1, len(present)), limits.max_ps)
-    if servers and more > len(present) and _needs_servers(servers, present):
+    if servers and more > len(present) and needs_servers(servers, present):
         config = servers[0].config_resource
         groups[PS] = NodeGroupResource(more, config)
     else:
-        single = {node.name: grown for node in servers if (grown := _more_memory(node.config_resource))}
+        single = {node.name: grown for node in servers if (grown := more_memory(node.config_resource))}
     killed = [node.config_resource for node in nodes if node.type is NodeType.WORKER]
-    if killed and (grown := _more_memory(max(killed, key=lambda one: one.memory))):
+    if killed and (grown := more_memory(max(killed, key=lambda one: one.memory))):
         groups[WORKER] = NodeGroupResource(workers, grown)
     return ResourcePlan(groups, single)
 
 
-def _needs_servers(killed: Sequence[Node], present: Sequence[NodeSample]) -> bool:
+def needs_servers(killed: Sequence[Node], present: Sequence[NodeSample]) -> bool:
     """Whether the model is too large for the servers, not the part of one of them too large for it."""
     if max(node.config_resource.memory for node in killed) >= MAX_MEMORY:
         return True
@@ -124,7 +124,7 @@ def _needs_servers(killed: Sequence[Node], present: Sequence[NodeSample]) -> boo
     return len(present) > 1 and (highest - mean) / highest <= UNBALANCED
 
 
-def _more_memory(config: NodeResource) -> NodeResource | None:
+def more_memory(config: NodeResource) -> NodeResource | None:
     """Twice as much, within the bounds. None: it has the most already."""
     memory = min(2 * config.memory, config.memory + MAX_MEMORY_STEP, MAX_MEMORY)
     return msgspec.structs.replace(config, memory=memory) if memory > config.memory else None

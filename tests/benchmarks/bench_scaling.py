@@ -30,11 +30,18 @@ from tests.benchmarks import scaling_cluster
 from tests.benchmarks.report import report
 from tests.benchmarks.scaling_cluster import SIZES
 from tests.benchmarks.scaling_jobs import SIZE, ps_job, sample, scaled
+from tests.benchmarks.scaling_run import interruption
 
 NOISE, STEPS, WINDOW_S = 0.05, 12, 30.0
 CLUSTERS = 20
 """Clusters whose jobs are run by three policies."""
-BARS = {"median_loss_vs_best_pct": 11, "goodput_fit_error_pct": 4, "decision_ms_1000_nodes": 50, "milp_400_jobs_s": 1.0}
+BARS = {
+    "median_loss_vs_best_pct": 11,
+    "goodput_fit_error_pct": 4,
+    "decision_ms_1000_nodes": 50,
+    "milp_400_jobs_s": 1.0,
+    "plan_interrupt_steps": 0,
+}
 AT_LEAST = {"rollback_right_pct": 95}
 
 
@@ -155,6 +162,7 @@ def main() -> int:
         "rollback_right_pct": rollback_right_pct(seeds),
         "milp_400_jobs_s": milp_s(),
         **policies(),
+        **interruption(),
     }
     conditions = {"seeds": f"{first}:{last}", "noise": NOISE, "steps_for_goodput_fit": STEPS}
     return report("scaling", "Plans for jobs", conditions, found, BARS, AT_LEAST)

@@ -31,11 +31,11 @@ def spawn(
     if not frameworks:
         return []
     script = [str(ranks.ROOT / "tests/contracts/run_trials.py"), ",".join(frameworks), *plans]
-    if frameworks[0].startswith("keras-"):  # not forked: what Keras imports starts a thread
-        python = sys.executable if frameworks[0] == "keras-torch" else str(KERAS_PYTHON)
-        return ranks.run([python, *script], world, master, timeout_s=500)
+    if frameworks[0] in ("keras-jax", "keras-tensorflow"):  # not forked: what Keras imports there starts threads
+        return ranks.run([str(KERAS_PYTHON), *script], world, master, timeout_s=500)
     command = [sys.executable, *script]
-    alike = frameworks if len(frameworks) == 1 else HERE  # so that one server forks all groups of several
+    # so that one server forks all groups of several, and those of Keras
+    alike = frameworks if tuple(frameworks) == ("lightning",) else [*HERE, "keras"]
     warm = ["torch._dynamo", *(f"tests.contracts.{name}_trial" for name in alike)]
     return ranks.run(command, world, master, timeout_s=500, warm=warm)
 

@@ -56,12 +56,12 @@ def test_another_node_in_its_place_makes_it_the_undisturbed_run(
     launch: Callable[..., Launched], node: Callable[..., Launched]
 ) -> None:
     """With one rank of two, with dropout and batch norm; the undisturbed run had one node. No step is lost."""
-    calm = launch(SCRIPT, "-n", "2")
+    calm = launch(SCRIPT, "-n", "2", "--standby", "0")
     code, said = calm.end(timeout_s=120)
     assert code == 0, said
     (undisturbed,) = ends(calm)
     calm.lives.write_text("")
-    flags = ("--nnodes", "2")
+    flags = ("--nnodes", "2", "--standby", "0")
     a = node("a", SCRIPT, *flags)
     a.child("dlrover_hooks.master")
     b = node("b", SCRIPT, *flags)

@@ -21,7 +21,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.client.liveness_connection import LivenessConnection
 from dlrover_hooks.errors import MasterAway, Stale, TooLarge, Unauthorized, UnknownJob
-from dlrover_hooks.master.__main__ import _KEEPALIVE, _keep_alive
+from dlrover_hooks.master.listening import _KEEPALIVE, _keep_alive
 from tests.e2e.job_script import attach, join, vote
 from tests.e2e.master_process import LiveMaster
 from tests.waiting import WAIT_S

@@ -28,7 +28,7 @@ def seen(lives: list[dict[str, Any]], key: str) -> list[Any]:
 
 def leave_together(launch: Callable[..., Launched], script: str) -> tuple[Launched, int]:
     """SIGTERM to rank 1 alone, mid-epoch; the job, and the step where both left."""
-    run = launch(script, "-n", "2")
+    run = launch(script, "-n", "2", "--standby", "0")
     lives = run.wait_for(lambda lives: 4 in seen(lives, "step"), timeout_s=100)
     os.kill(next(life["pid"] for life in lives if life["rank"] == 1), signal.SIGTERM)
     code, errors = run.end(timeout_s=60)
@@ -51,7 +51,7 @@ def test_one_of_two_gets_the_signal(launch: Callable[..., Launched]) -> None:
     """Both leave at one step, durable; the same command goes on there and ends as an undisturbed run does."""
     script = SCRIPT.replace("*FRAMEWORK", "")
     run, step = leave_together(launch, script)
-    again = launch(script, "-n", "2", job=run.job)
+    again = launch(script, "-n", "2", "--standby", "0", job=run.job)
     code, errors = again.end(timeout_s=100)
     assert code == 0, errors
     ends = [life for life in again.read() if "weights" in life]

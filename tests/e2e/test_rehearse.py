@@ -105,6 +105,7 @@ def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None
     assert (tmp_path / "out" / "with-faults" / "log.txt").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -> None:
@@ -116,6 +117,7 @@ def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -
     assert "nothing was restored: 45 steps were lost" in rows["2 the"]
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_noise_and_a_loop_that_fetches_ahead_are_named(tmp_path: Path, temporary: Path) -> None:

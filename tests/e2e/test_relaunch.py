@@ -31,8 +31,8 @@ def evidence_of(records: Path):
 def launch(folder: Path, job: str, name: str, *options: str) -> subprocess.Popen[str]:
     records = folder / name
     records.mkdir()
-    command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "2", "--job", job, *options, str(RECORDED)]
-    command += ["--epochs", str(EPOCHS), "--windows", str(WINDOWS)]
+    command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "2", "--job", job, "--standby", "0", *options]
+    command += [str(RECORDED), "--epochs", str(EPOCHS), "--windows", str(WINDOWS)]
     env = os.environ | {"DEMO_RECORDS": str(records), "DLROVER_HOOKS_SAVE_EVERY": "1", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -71,7 +71,7 @@ def test_interrupted_resumed_and_finished(tmp_path: Path) -> None:
     counts = Counter((line["epoch"], index) for line in lines for index in line["ids"])
     assert counts == Counter((epoch, index) for epoch in range(EPOCHS) for index in range(WINDOWS))
 
-    third = launch(tmp_path, job, "third")
+    third = launch(tmp_path, job, "third", "-n", "1")
     output, _ = third.communicate(timeout=200)
     assert third.returncode == 0, output
     assert not list((tmp_path / "third").glob("*.jsonl")), "nothing is left to train"

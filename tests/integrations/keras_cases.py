@@ -6,7 +6,8 @@
 
     python tests/integrations/keras_cases.py '{"job": "j", "crashes": [2, 3, null], ...}'
 
-The environment picks the backend (KERAS_BACKEND).
+The environment picks the backend (KERAS_BACKEND). `calm`: before them one life of another job, which nothing breaks
+off. `kill`: the last crash is a SIGKILL.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ STEPS = EPOCHS * -(-SAMPLES // BATCH)
 LEASED = {"shard_size": 10, "seed": 3}
 GIVEN: dict[str, Any] = {
     "data": "arrays", "spe": 1, "epochs": EPOCHS, "policy": "float32", "shared": {}, "kill": False,
-    "class_weight": False, "width": 8, "plain": False, "batch": BATCH, "batches": None,
+    "class_weight": False, "width": 8, "plain": False, "batch": BATCH, "batches": None, "calm": False,
 }  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
     beside: list[Any] = [
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
         keras.callbacks.EarlyStopping("val_loss", patience=4, min_delta=0.01),
-        Breaker(el, crash, kill=given["kill"]),
+        Breaker(el, crash, kill=given["kill"] and crash == given["crashes"][-1]),
     ]
     batches = -(-SAMPLES // BATCH)
     if given["data"] == "dataset":
@@ -233,8 +234,10 @@ def digest(variables: Any) -> str:
 
 def main() -> None:
     given = {**GIVEN, **json.loads(sys.argv[1])}
-    if "RANK" in os.environ:
-        pace()
+    pace()
+    if given["calm"]:
+        undisturbed = {**given, "job": f"{given['job']}-calm", "save_to": None}
+        print(json.dumps(life(undisturbed, None)), flush=True)
     for crash in given["crashes"]:
         try:
             report = life(given, crash)

@@ -16,6 +16,7 @@ import pytest
 from tests import ranks
 from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
+from tests.integrations.keras_lives import WARM
 
 CASES = Path(__file__).with_name("keras_cases.py")
 EXACT = ("step", "trace", "model", "optimizer", "rate", "history", "epochs")
@@ -33,7 +34,7 @@ def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
 
     def run(world: int, name: str, crash: int | None = None, **given: Any) -> list[dict[str, Any]]:
         plan = json.dumps({"job": f"{job}-{name}", "crashes": [crash], **given})
-        found = ranks.run([sys.executable, str(CASES), plan], world, master, timeout_s=120)
+        found = ranks.run([sys.executable, str(CASES), plan], world, master, timeout_s=120, warm=WARM)
         assert [one["rank"] for one in found] == list(range(world))
         return found
 
@@ -77,12 +78,15 @@ def test_from_two_to_one_to_three_it_is_the_run_of_one(life: Life, data: str) ->
     assert [len(row) for row in single["trace"]] == [8, 8, 8, 8, 8, 5] * 3
 
 
-@pytest.mark.deep
-def test_a_rank_without_samples_takes_part_with_weight_0(life: Life) -> None:
-    """Batches of 11 of 45 samples: the last one of an epoch has one sample, which one of three ranks trains on."""
+@pytest.mark.parametrize("world", [2, deep(3)])
+def test_a_rank_without_samples_takes_part_with_weight_0(life: Life, world: int) -> None:
+    """Batches of 11 of 45 samples: the last one of an epoch has one sample, which one of the ranks trains on. The same
+    samples in each step, weighted equally, and the metrics of all.
+    """
     (single,) = life(1, "single", plain=True, batch=11, epochs=1)
     assert [len(row) for row in single["trace"][:5]] == [11, 11, 11, 11, 1]
-    for one in life(3, "three", plain=True, batch=11, epochs=1):
+    for one in life(world, "several", plain=True, batch=11, epochs=1):
         assert one["trace"] == single["trace"]
         assert near(one["weights"], single["weights"])
         assert near(one["history"]["loss"], single["history"]["loss"])
+        assert near(one["history"]["accuracy"], single["history"]["accuracy"])

@@ -290,11 +290,12 @@ def test_storage_elsewhere_is_lightnings_own(tmp_path: Path) -> None:
 
 
 TRIAL = [sys.executable, "-m", "tests.integrations.lightning_io_trial"]
+WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 
 
 def test_several_processes_write_one_file(tmp_path: Path) -> None:
     """Rank 0 writes, all ranks read and go on."""
-    ranks = run([*TRIAL, str(tmp_path)], 2, timeout_s=200)
+    ranks = run([*TRIAL, str(tmp_path)], 2, timeout_s=200, warm=WARM)
     assert all(rank["files"] == ["epoch=1-step=10.ckpt", "last.ckpt"] for rank in ranks)
     assert sorted(os.listdir(tmp_path)) == ["epoch=1-step=10.ckpt", "last.ckpt"]
     loaded = torch.load(tmp_path / "last.ckpt", weights_only=False)

@@ -152,6 +152,7 @@ def test_who_leads() -> None:
     assert leader(list(loaders.values())) is loaders["train.1"]
 
 
+@pytest.mark.deep  # the adapter contract has this proof for each framework
 @pytest.mark.slow
 def test_the_short_step_of_the_second_loader_has_its_weights(job: str, live_master: LiveMaster) -> None:
     """Two ranks, float64: as one process that accumulates. The first loader is over long before."""

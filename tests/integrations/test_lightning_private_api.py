@@ -320,7 +320,7 @@ def test_lightning_finds_torchruns_environment_in_a_launched_worker(tmp_path: Pa
     """And measured: without TORCHELASTIC_RUN_ID it does not, and would start processes of its own."""
     script, out, root = tmp_path / "script.py", tmp_path / "out.json", Path(__file__).parents[2]
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "dlrover_hooks", "run", "--nproc-per-node", "1", str(script), str(out)]
+    command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "1", "--standby", "0", str(script), str(out)]
     run = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=200, cwd=tmp_path
     )

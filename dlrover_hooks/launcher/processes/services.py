@@ -36,6 +36,8 @@ class Served(msgspec.Struct, frozen=True):
     journal: str
     ephemeral: bool
     hang_timeout_s: float
+    brain: str = ""
+    """The address of the Brain; empty: there is none."""
 
 
 class Services:
@@ -106,6 +108,8 @@ class Services:
         command += ["--open-lease", str(served.hang_timeout_s), "--lease", str(min(10.0, served.hang_timeout_s))]
         if served.ephemeral:
             command.append("--ephemeral")
+        if served.brain:
+            command += ["--brain", served.brain]
         env = settings.worker_environment(DLROVER_HOOKS_TOKEN=self._token or "")
         return self._watched(Child("master", command, env=env, pass_fds=(fd, self._life)))
 

@@ -67,6 +67,11 @@ class Workers:
         """Start a worker for round `number` that replaces an ended one: it imports first, and then joins by itself."""
         rank = self.ranks[predecessor]
         self.forget(predecessor)
+        self.start_member(seat, rank, number, local_workers, **more)
+
+    def start_member(self, seat: Seat, rank: int, number: int, local_workers: int, **more: str) -> None:
+        """Start a worker that imports first, and then joins round `number` by itself. `rank`: the one that it may get,
+        for messages."""
         place = {
             "LOCAL_RANK": str(seat.local_rank),
             "LOCAL_WORLD_SIZE": str(local_workers),

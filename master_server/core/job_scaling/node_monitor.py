@@ -71,6 +71,7 @@ def _measured(known: Nodes, job: Job, scaling: JobScaling) -> list[NodeSample]:
 
 
 def _used(report: NodeVitals) -> tuple[float, int]:
-    """Cores and MiB of all worker processes."""
-    cores = sum(worker.cpu_percent for worker in report.workers) / 100
-    return cores, sum(worker.memory_bytes for worker in report.workers) // MIB
+    """Cores and MiB of the workers, the launcher, the keeper and the standbys. Memory that they share counts for each
+    of them, so a limit above that is too high rather than too low."""
+    trees = [*report.workers, *([report.launcher] if report.launcher is not None else [])]
+    return sum(tree.cpu_percent for tree in trees) / 100, sum(tree.memory_bytes for tree in trees) // MIB

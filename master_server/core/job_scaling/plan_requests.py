@@ -41,6 +41,7 @@ def start(job: Job, event: StartScaling, now: float, effects: Effects) -> Desire
     scaling = job.scaling or JobScaling(event.mode, event.limits, ps=event.ps)
     scaling.mode, scaling.limits = event.mode, event.limits
     scaling.relaunches, scaling.relaunch_window_s = event.relaunches, event.relaunch_window_s
+    scaling.user, scaling.script_hash = event.user, event.script_hash
     scaling.history = plan_verification.at_pace(scaling.history, event.pace)
     job.scaling = scaling
     manager = WorkerManager(scaling, now)
@@ -79,7 +80,8 @@ def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
             scaling.history, plan, sample, now, reason=event.reason, predicted=event.predicted
         )
     else:
-        scaling.history = plan_verification.carried_out(scaling.history, plan, now, event.reason)
+        before = _as_plan(scaling)
+        scaling.history = plan_verification.carried_out(scaling.history, plan, now, event.reason, before)
     scaling.stage = event.stage
     if event.answers_out_of_memory:
         scaling.out_of_memory = ()
@@ -101,7 +103,8 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
         group = plan.node_group_resources[NodeType.WORKER.value]
         if group.node_resource == NodeResource():
             plan = ResourcePlan({NodeType.WORKER.value: NodeGroupResource(group.count, scaling.worker_resource)})
-        scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user")
+        before = _as_plan(scaling)
+        scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
         carry_out(job, scaling, plan, now)
     scaling.held = not event.release
     return _follow(job, scaling, now, effects)
@@ -170,8 +173,7 @@ def _follow(job: Job, scaling: JobScaling, now: float, effects: Effects) -> Desi
     number = scaling.number
     if not scaling.ps:
         WorkerManager(scaling, now).settle()
-    if not scaling.finished:
-        effects.append(PlanDue(job=job.name))
+    effects.append(PlanDue(job=job.name))
     if number != scaling.number or scaling.number != scaling.told:
         scaling.told = scaling.number
         effects.append(Wake(topic=nodes_topic(job.name)))
@@ -186,6 +188,12 @@ def _scaling(job: Job) -> JobScaling:
             hint="Start it with dlrover-hooks run --mode single-job.",
         )
     return job.scaling
+
+
+def _as_plan(scaling: JobScaling) -> ResourcePlan:
+    """What the job has; empty before its first plan."""
+    group = NodeGroupResource(scaling.workers, scaling.worker_resource)
+    return ResourcePlan({NodeType.WORKER.value: group} if scaling.workers else {})
 
 
 def _check(job: Job, plan: ResourcePlan) -> None:

@@ -28,6 +28,9 @@ RECORDS = 64
 """Plans that the history keeps."""
 
 
+_EMPTY = ResourcePlan()
+
+
 class PlanOutcome(enum.Enum):
     STARTING = "starting"
     """Its nodes do not all run."""
@@ -172,11 +175,18 @@ def made(
     return msgspec.structs.replace(history, records=(*history.records, record)[-RECORDS:], made=number)
 
 
-def carried_out(history: PlanHistory, plan: ResourcePlan, now: float, reason: str) -> PlanHistory:
-    """A plan that is not compared is carried out now. It supersedes one that is not decided yet."""
+def carried_out(
+    history: PlanHistory, plan: ResourcePlan, now: float, reason: str, before: ResourcePlan = _EMPTY
+) -> PlanHistory:
+    """A plan that is not compared is carried out now. It supersedes one that is not decided yet.
+
+    `before`: what the job had, as a plan, for people.
+    """
     history = superseded(history, f"superseded: {reason}", now)
     number = history.made + 1
-    record = PlanRecord(number, now, plan, reason, None, outcome=PlanOutcome.CARRIED_OUT, since=now)
+    record = PlanRecord(
+        number, now, plan, reason, None, restores=before, outcome=PlanOutcome.CARRIED_OUT, since=now
+    )  # fmt: skip
     return msgspec.structs.replace(history, records=(*history.records, record)[-RECORDS:], made=number)
 
 
@@ -296,7 +306,7 @@ def described(record: PlanRecord) -> str:
 
 
 def _size(resource: NodeResource) -> str:
-    parts = [f"{resource.cpu:g} cores"] if resource.cpu else []
+    parts = [f"{resource.cpu:g} core{'s' * (resource.cpu != 1)}"] if resource.cpu else []
     parts += [f"{resource.memory} MiB"] if resource.memory else []
     parts += [f"{resource.gpu_num} {resource.gpu_type or 'GPU'}"] if resource.gpu_num else []
     return ", ".join(parts) or "any size"

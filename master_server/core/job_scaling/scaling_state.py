@@ -52,6 +52,8 @@ class JobScaling(msgspec.Struct):
     """The job's nodes are the tasks of its parameter server cluster, see `ps_clusters`; `nodes` is empty then."""
     relaunches: int = 10
     relaunch_window_s: float = 3600.0
+    user: str = ""
+    script_hash: str = ""
     stage: OptimizeStage = OptimizeStage.CREATE
     held: bool = False
     """A user's plan holds: no plan is made."""

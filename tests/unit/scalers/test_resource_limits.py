@@ -21,7 +21,7 @@ from dlrover_hooks.scalers.resource_limits import LimitMethods, NodeLimits
 from tests.waiting import until
 
 HUNGRY = "import sys; x = bytearray(int(sys.argv[1]) << 20); x[::4096] = b'1' * len(x[::4096])"
-WAITS = "import sys; print('up', flush=True); import threading; threading.Event().wait()"
+WAITS = "import sys; print('up', flush=True); import threading; threading.Event().wait(60)"
 BUSY = "while True: pass"
 
 
@@ -120,7 +120,7 @@ def test_the_limits_of_a_running_node_can_be_changed(methods: LimitMethods) -> N
 def test_no_memory_limit_below_what_is_used(methods: LimitMethods) -> None:
     limits = methods.limit("a", NodeResource(memory=256))
     hold = (
-        "import sys, threading; x = bytearray(100 << 20); x[::4096] = b'1' * len(x[::4096]); threading.Event().wait()"
+        "import sys, threading; x = bytearray(100 << 20); x[::4096] = b'1' * len(x[::4096]); threading.Event().wait(60)"
     )
     with running(limits, hold) as child:
         until(lambda: psutil.Process(child.pid).memory_info().rss > 100 << 20, "memory in use")

@@ -1,0 +1,1 @@
+"""The revisions of the tables, for alembic. Entry point: the module `env`, which alembic runs."""
