@@ -16,37 +16,33 @@ import matplotlib.pyplot as plt
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", default="build/demo-scaling/scaling.png")
-parser.add_argument("--epochs", type=int, default=60)
-parser.add_argument("--window", default="5s", help="see --plan-window")
 parser.add_argument("--decided", type=int, default=3, help="end once so many plans were kept or rolled back")
 options = parser.parse_args()
-JOB = f"demo-scaling-{os.getpid()}"
-HOOKS = [sys.executable, "-m", "dlrover_hooks"]
+JOB, HOOKS = f"demo-scaling-{os.getpid()}", [sys.executable, "-m", "dlrover_hooks"]
 DECIDED = ("kept", "rolled back")
 
 
 def plans() -> list[dict]:
     """The plans so far, each with the time at which it was made."""
     found = subprocess.run([*HOOKS, "plans", JOB, "--json"], capture_output=True, timeout=60)
-    now = time.time()
     rows = json.loads(found.stdout).get("plans", []) if found.returncode == 0 else []
-    return [row | {"at": now - row["age_s"]} for row in rows]
+    return [row | {"at": time.time() - row["age_s"]} for row in rows]
 
 
 def run(folder: Path) -> tuple[int, list[list[float]], list[dict]]:
     """The exit code, the rows of the script's log, and the plans."""
     log, said, found = folder / "steps.csv", folder / "log.txt", []
-    script = [str(Path(__file__).with_name("train.py").absolute()), "--log", str(log), "--epochs", str(options.epochs)]
-    flags = ["--mode", "single-job", "--max-workers", "4", "--max-cpu", "4", "--plan-window", options.window]
+    script = [str(Path(__file__).with_name("train.py").absolute()), "--log", str(log), "--epochs", "60"]
+    flags = ["--mode", "single-job", "--max-workers", "4", "--max-cpu", "4", "--plan-window", "5s"]
     with said.open("w") as file:
-        command = [*HOOKS, "run", *flags, "--job", JOB, *script]
-        launcher = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+        launcher = subprocess.Popen(
+            [*HOOKS, "run", *flags, "--job", JOB, *script], cwd=folder, stdout=file, stderr=file
+        )
     try:
         while launcher.poll() is None:
-            for row in plans() or found:
-                if row["number"] > len(found):
-                    print(f"plan {row['number']}: {row['what']} ({row['reason']})", flush=True)
-            found = plans() or found
+            before, found = len(found), plans() or found
+            for row in found[before:]:
+                print(f"plan {row['number']}: {row['what']} ({row['reason']})", flush=True)
             if sum(row["outcome"] in DECIDED for row in found) >= options.decided:
                 break
             time.sleep(1.0)
@@ -54,16 +50,15 @@ def run(folder: Path) -> tuple[int, list[list[float]], list[dict]]:
         ended = launcher.poll()
         launcher.terminate()
         launcher.wait(120)
-    (out := Path(options.out)).parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".log").write_text(said.read_text())
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).with_suffix(".log").write_text(said.read_text())
     rows = [[float(word) for word in line.split(",")] for line in log.read_text().splitlines()]
     return ended or 0, rows, found
 
 
 with tempfile.TemporaryDirectory() as name:
     code, rows, found = run(Path(name))
-began = rows[0][0]
-minutes = [(row[0] - began) / 60 for row in rows]
+minutes = [(row[0] - rows[0][0]) / 60 for row in rows]
 every = max(1, len(rows) // 120)
 speeds = [every / (rows[at][0] - rows[at - every][0]) for at in range(every, len(rows), every)]
 figure, axis = plt.subplots(figsize=(9, 4))
@@ -73,13 +68,12 @@ nodes = axis.twinx()
 nodes.step(minutes, [row[2] for row in rows], color="tab:orange", where="post", label="workers")
 nodes.set(ylabel="workers", ylim=(0, 5), yticks=range(5))
 for number, plan in enumerate(row for row in found if row["outcome"] in DECIDED):
-    colour = {"kept": "tab:green", "rolled back": "tab:red"}[plan["outcome"]]
-    at = (plan["at"] - began) / 60
+    colour = "tab:green" if plan["outcome"] == "kept" else "tab:red"
+    at = (plan["at"] - rows[0][0]) / 60
     axis.axvline(at, color=colour, linestyle="--", linewidth=1)
     height = (1.18 - 0.07 * (number % 3)) * max(speeds)
     axis.text(at, height, f" {plan['what']}: {plan['outcome']}", fontsize=8, color=colour, backgroundcolor="white")
 figure.legend(loc="lower right", bbox_to_anchor=(0.9, 0.15))
-figure.tight_layout()
 figure.savefig(options.out, dpi=120)
 steps = [int(row[1]) for row in rows]
 again, missing = len(steps) - len(set(steps)), max(steps) - min(steps) + 1 - len(set(steps))
