@@ -16,7 +16,6 @@ import matplotlib.pyplot as plt
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", default="build/demo-scaling/scaling.png")
-parser.add_argument("--decided", type=int, default=3, help="end once so many plans were kept or rolled back")
 options = parser.parse_args()
 JOB, HOOKS = f"demo-scaling-{os.getpid()}", [sys.executable, "-m", "dlrover_hooks"]
 DECIDED = ("kept", "rolled back")
@@ -30,7 +29,7 @@ def plans() -> list[dict]:
 
 
 def run(folder: Path) -> tuple[int, list[list[float]], list[dict]]:
-    """The exit code, the rows of the script's log, and the plans."""
+    """The exit code, the rows of the script's log, and the plans, of which three are decided."""
     log, said, found = folder / "steps.csv", folder / "log.txt", []
     script = [str(Path(__file__).with_name("train.py").absolute()), "--log", str(log), "--epochs", "60"]
     flags = ["--mode", "single-job", "--max-workers", "4", "--max-cpu", "4", "--plan-window", "5s"]
@@ -43,7 +42,7 @@ def run(folder: Path) -> tuple[int, list[list[float]], list[dict]]:
             before, found = len(found), plans() or found
             for row in found[before:]:
                 print(f"plan {row['number']}: {row['what']} ({row['reason']})", flush=True)
-            if sum(row["outcome"] in DECIDED for row in found) >= options.decided:
+            if sum(row["outcome"] in DECIDED for row in found) >= 3:
                 break
             time.sleep(1.0)
     finally:
@@ -59,7 +58,7 @@ def run(folder: Path) -> tuple[int, list[list[float]], list[dict]]:
 with tempfile.TemporaryDirectory() as name:
     code, rows, found = run(Path(name))
 minutes = [(row[0] - rows[0][0]) / 60 for row in rows]
-every = max(1, len(rows) // 120)
+every = len(rows) // 120 + 1
 speeds = [every / (rows[at][0] - rows[at - every][0]) for at in range(every, len(rows), every)]
 figure, axis = plt.subplots(figsize=(9, 4))
 axis.plot(minutes[every::every], speeds, color="tab:blue", label="steps per second")
@@ -67,16 +66,13 @@ axis.set(xlabel="minutes", ylabel="steps per second", ylim=(0, 1.3 * max(speeds)
 nodes = axis.twinx()
 nodes.step(minutes, [row[2] for row in rows], color="tab:orange", where="post", label="workers")
 nodes.set(ylabel="workers", ylim=(0, 5), yticks=range(5))
-for number, plan in enumerate(row for row in found if row["outcome"] in DECIDED):
-    colour = "tab:green" if plan["outcome"] == "kept" else "tab:red"
-    at = (plan["at"] - rows[0][0]) / 60
-    axis.axvline(at, color=colour, linestyle="--", linewidth=1)
-    height = (1.18 - 0.07 * (number % 3)) * max(speeds)
-    axis.text(at, height, f" {plan['what']}: {plan['outcome']}", fontsize=8, color=colour, backgroundcolor="white")
-figure.legend(loc="lower right", bbox_to_anchor=(0.9, 0.15))
+for plan in (row for row in found if row["outcome"] in DECIDED):
+    what, colour = f"{plan['what']}: {plan['outcome']}", "tab:green" if plan["outcome"] == "kept" else "tab:red"
+    axis.axvline((plan["at"] - rows[0][0]) / 60, color=colour, linestyle="--", linewidth=1, label=what)
+figure.legend(loc="upper center", ncols=3, fontsize=8)
 figure.savefig(options.out, dpi=120)
 steps = [int(row[1]) for row in rows]
 again, missing = len(steps) - len(set(steps)), max(steps) - min(steps) + 1 - len(set(steps))
-decided = [row for row in found if row["outcome"] in DECIDED]
-print(f"{len(set(steps))} steps, {missing} missing, {again} made twice; {len(decided)} plans decided: {options.out}")
+decided = sum(row["outcome"] in DECIDED for row in found)
+print(f"{len(set(steps))} steps, {missing} missing, {again} made twice; {decided} plans decided: {options.out}")
 sys.exit(0 if not code and not missing and not again and decided else 1)
