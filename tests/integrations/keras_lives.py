@@ -42,7 +42,7 @@ def lives_of(backend: str, job: str, folder: Path) -> Lives:
         else:
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             process = subprocess.Popen([str(OTHER), *command], env=env, **pipes)
-        ((out, said),) = ranks.ended([process], 250)
+        ((out, said),) = ranks.ended([process], 500)
         assert process.returncode == code, said[-4000:]
         return [json.loads(line) | {"said": said} for line in out.splitlines() if line.startswith("{")]
 

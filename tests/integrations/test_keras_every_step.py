@@ -17,7 +17,7 @@ CRASHES = {
 }
 """The steps in which a life ends; the next one resumes the step before it."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 
 @pytest.mark.parametrize(

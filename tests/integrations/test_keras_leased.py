@@ -9,7 +9,7 @@ import pytest
 from tests.deep import deep
 from tests.integrations.keras_lives import BACKENDS, SAMPLES, STEPS, Lives, alike
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 
 def each_once(life: dict[str, Any]) -> bool:
