@@ -12,7 +12,7 @@ import pytest
 
 from tests.integrations.keras_lives import BACKENDS, STEPS, Lives, alike
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
