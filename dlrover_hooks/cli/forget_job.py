@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import uuid
 
 import click
 
+from dlrover_hooks.cli.job_master import asking, check_url
 from dlrover_hooks.errors import HooksError, UsageError
 
 _USAGE, _FAILED = 78, 1
@@ -23,17 +23,12 @@ def forget(job: str, master: str, token: str | None, force: bool) -> None:
 
     Exit codes: 0 done, 1 the master refused or did not answer, 78 wrong address or options.
     """
-    from dlrover_hooks.client import MasterClient
     from dlrover_hooks.protocol import DeleteJob
 
     try:
-        if "://" not in master:
-            raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
-        client = MasterClient(master, token, incarnation=f"forget-{uuid.uuid4().hex}")
-        try:
+        check_url(master)
+        with asking("forget", master, token) as client:
             client.call(DeleteJob(job, force=force), timeout_s=_PATIENCE_S)
-        finally:
-            client.close()
     except HooksError as error:
         click.echo(f"dlrover-hooks forget: {error}", err=True)
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import uuid
 from typing import TYPE_CHECKING
 
 import click
 
+from dlrover_hooks.cli.job_master import asking, job_master
 from dlrover_hooks.errors import HooksError, UsageError
 
 if TYPE_CHECKING:
@@ -38,23 +38,12 @@ def plans(job: str | None, master: str | None, token: str | None, json: bool) ->
     import msgspec
     from rich.console import Console
 
-    from dlrover_hooks.client import MasterClient
-    from dlrover_hooks.launcher.running_jobs import find
     from dlrover_hooks.protocol import ShowPlans
 
     try:
-        if master is None:
-            running = find(job, tasks=False)
-            job, master, token = running.job, running.master, running.token
-        if "://" not in master:
-            raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
-        if job is None:
-            raise UsageError("--master needs a job", hint="give its name")
-        client = MasterClient(master, token, incarnation=f"plans-{uuid.uuid4().hex}")
-        try:
-            found = client.call(ShowPlans(job), timeout_s=_PATIENCE_S)
-        finally:
-            client.close()
+        asked = job_master(job, master, token)
+        with asking("plans", asked.master, asked.token) as client:
+            found = client.call(ShowPlans(asked.job), timeout_s=_PATIENCE_S)
     except HooksError as error:
         click.echo(f"dlrover-hooks plans: {error}", err=True)
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)

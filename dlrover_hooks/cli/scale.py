@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from dlrover_hooks.cli.job_master import asking, job_master
 from dlrover_hooks.errors import HooksError, Stale, UsageError
 
 if TYPE_CHECKING:
@@ -52,31 +52,17 @@ def scale(
 
     Exit codes: 0 done, 1 rolled back or refused, 78 wrong address or options.
     """
-    from dlrover_hooks.client import MasterClient
-    from dlrover_hooks.launcher.running_jobs import find
-
-    planned: bool | None = None
     try:
-        if master is None:
-            running = find(job, tasks=True)
-            job, master, token, planned = running.job, running.master, running.token, running.planned
-        if "://" not in master:
-            raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
-        if job is None:
-            raise UsageError("--master needs a job", hint="give --job")
-        moved = _task(migrate) if migrate else None
-        client = MasterClient(master, token, incarnation=f"scale-{uuid.uuid4().hex}")
-        try:
-            if planned is None:
-                planned = _is_planned(client, job)
+        asked = job_master(job, master, token, tasks=True)
+        moved, job = _task(migrate) if migrate else None, asked.job
+        with asking("scale", asked.master, asked.token) as client:
+            planned = asked.planned if master is None else _is_planned(client, job)
             tasks, nodes = TaskChange(ps, workers, moved, timeout), NodesChange(workers, release, timeout)
             _check_fits(job, tasks, nodes, planned=planned)
             if planned:
                 _scale_nodes(client, job, nodes, wait=not no_wait)
                 return
             found = _change(client, job, tasks, wait=not no_wait)
-        finally:
-            client.close()
     except HooksError as error:
         click.echo(f"dlrover-hooks scale: {error}", err=True)
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
+from dlrover_hooks.cli.job_master import asking, job_master
 from dlrover_hooks.errors import HooksError, UsageError
 
 if TYPE_CHECKING:
@@ -41,23 +41,13 @@ def vitals(job: str | None, master: str | None, token: str | None, json: bool, w
 
     Exit codes: 0 done, 1 the master refused or did not answer, 78 wrong address or options, 130 ended with Ctrl-C.
     """
-    from dlrover_hooks.client import MasterClient
-    from dlrover_hooks.launcher.running_jobs import find
     from dlrover_hooks.protocol import ShowVitals
 
     try:
-        if master is None:
-            running = find(job, tasks=False)
-            job, master, token = running.job, running.master, running.token
-        if "://" not in master:
-            raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
-        if job is None:
-            raise UsageError("--master needs a job", hint="give its name")
-        request, client = ShowVitals(job), MasterClient(master, token, incarnation=f"vitals-{uuid.uuid4().hex}")
-        try:
+        asked = job_master(job, master, token)
+        request = ShowVitals(asked.job)
+        with asking("vitals", asked.master, asked.token) as client:
             _show(lambda: client.call(request, timeout_s=_PATIENCE_S), as_json=json, watch=watch)
-        finally:
-            client.close()
     except HooksError as error:
         click.echo(f"dlrover-hooks vitals: {error}", err=True)
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
