@@ -26,10 +26,10 @@ def bearer(token: str | None) -> bytes | None:
     return _header_value(f"Bearer {token}") if token is not None else None
 
 
-def check_bearer(headers: Mapping[bytes, bytes], wanted: bytes | None, whose: str) -> None:
-    """Raises `Unauthorized`. `whose`: the token's, for the hint."""
+def check_bearer(headers: Mapping[bytes, bytes], wanted: bytes | None, owner: str) -> None:
+    """Raises `Unauthorized`. `owner`: of the token, for the hint."""
     if wanted is not None and not hmac.compare_digest(headers.get(b"authorization", b""), wanted):
-        raise Unauthorized("The bearer token is wrong or missing.", hint=f"Set DLROVER_HOOKS_TOKEN to {whose} token.")
+        raise Unauthorized("The bearer token is wrong or missing.", hint=f"Set DLROVER_HOOKS_TOKEN to {owner} token.")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

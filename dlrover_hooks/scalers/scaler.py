@@ -58,8 +58,8 @@ class NodeChanges(msgspec.Struct, frozen=True):
 class Scaler(abc.ABC):
     """Keeps the nodes of one job equal to one desired set. Call all methods on any thread, after `start`.
 
-    A node that ends by itself is not started again: it stays listed with the reason, and whoever makes the plans
-    decides. An error in a thread of a scaler is logged, and raised by the next call of `scale`, `list_nodes` or
+    A node that ends by itself is not started again: it stays listed with the reason until a plan removes or replaces
+    it. An error in a thread of a scaler is logged, and raised by the next call of `scale`, `list_nodes` or
     `watch_nodes`; the scaler goes on.
     """
 

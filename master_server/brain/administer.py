@@ -26,7 +26,7 @@ SLOW = 0.2
 IDLE = 0.4
 """Servers that all use less than this share of their cores have too many."""
 PERIOD_S = 180.0
-"""A job that runs is planned anew so long after the last time."""
+"""A job that runs is planned again so long after the last time."""
 COOL_DOWN_S = 300.0
 """The same issue makes no second event within this time: a plan needs it to start, settle and be measured."""
 LOW_USE_AFTER_S = 3600.0

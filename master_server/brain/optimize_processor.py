@@ -34,7 +34,7 @@ log = logging.getLogger("dlrover_hooks.brain")
 CLAIM_S = 60.0
 """A process has so long for an event; then another one takes it over. More than two plug-ins take at their limits."""
 EVERY_S = 0.5
-"""Between two looks for events that nobody waits for."""
+"""Between two looks for events that no request waits for."""
 LOOKS = 200
 """Jobs that administers look at before events are looked for again."""
 CLEAN_EVERY_S = 600.0

@@ -35,17 +35,17 @@ class PostgresqlProcess:
 
     def __init__(self) -> None:
         self._folder, self._port, self._made = Path(tempfile.mkdtemp(prefix="pg")), free_port(), 0
-        who, data, programs = _other_user(), self._folder / "data", _programs()
-        if who:
-            os.chown(self._folder, int(str(who["user"])), int(str(who["group"])))
+        user, data, programs = _other_user(), self._folder / "data", _programs()
+        if user:
+            os.chown(self._folder, int(str(user["user"])), int(str(user["group"])))
         subprocess.run(
             [programs / "initdb", "-D", data, "-U", "tester", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"],
-            check=True, capture_output=True, timeout=WAIT_S, cwd=self._folder, **who,  # type: ignore[call-overload]
+            check=True, capture_output=True, timeout=WAIT_S, cwd=self._folder, **user,  # type: ignore[call-overload]
         )  # fmt: skip
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [programs / "postgres", "-D", data, "-h", "127.0.0.1", "-p", str(self._port), "-k", self._folder, "-F"],
-                stdout=log, stderr=log, cwd=self._folder, start_new_session=True, **who,  # type: ignore[call-overload]
+                stdout=log, stderr=log, cwd=self._folder, start_new_session=True, **user,  # type: ignore[call-overload]
             )  # fmt: skip
         until(self._answers, "PostgreSQL", diagnostic=(self._folder / "log").read_text)
 

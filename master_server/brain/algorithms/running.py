@@ -52,7 +52,7 @@ def _share(
     job: JobRecord, sample: JobSample, plan: ResourcePlan, made: tuple[SpeedPoint, ...], cluster: ClusterView,
     fairness: float,
 ) -> SpeedPoint | None:  # fmt: skip
-    """What the job gets when the cluster is divided. None: nobody has to wait for anybody, or that is not known."""
+    """What the job gets when the cluster is divided. None: the cluster has room for all jobs, or that is not known."""
     kind, now, told = kind_of(sample), units_of(sample), job.registration
     capacity = cluster.capacity.get(kind, 0)
     others = [one for one in cluster.jobs if one.job != told.job and one.kind == kind and one.curve]

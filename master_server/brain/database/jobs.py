@@ -60,7 +60,7 @@ def register(connection: sa.Connection, registration: RegisterJob, now: float) -
 
 
 def find(connection: sa.Connection, name: str, *, lock: bool = False) -> JobRow:
-    """The job that runs under this name. `lock`: nobody else changes its row until the transaction ends.
+    """The job that runs under this name. `lock`: no other transaction changes its row until this one ends.
 
     Raises `UnknownJob`.
     """
