@@ -29,7 +29,7 @@ def local_optimizer(found: Situation) -> ResourceOptimizer:
     """The optimizer that needs no service. It is imported here: only a master that plans needs numpy."""
     from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
 
-    return LocalOptimizer(found.limits, ps=found.ps, statistics=found.statistics)
+    return LocalOptimizer(found.limits, statistics=found.statistics)
 
 
 class Planning:
@@ -78,14 +78,15 @@ class Planning:
             self._next_window(name)
         self._plan(name)
 
-    def close(self) -> None:
-        """No more plans. A fit under way ends by itself, and its plan is dropped."""
+    async def close(self, patience_s: float) -> None:
+        """No more plans. A fit under way ends by itself, and its plan is dropped. The Brain gets the samples that wait
+        if it takes them within `patience_s`."""
         self._closed = True
         for timer in self._windows.values():
             timer.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._brain is not None:
-            self._brain.close()
+            await asyncio.wait([self._loop.run_in_executor(None, self._brain.close)], timeout=patience_s)
 
     def _optimizer(self, found: Situation) -> ResourceOptimizer:
         if self._brain is not None and found.mode is ScalingMode.CLUSTER:

@@ -140,10 +140,10 @@ class Runtime:
         """Finish the work under way (storage within `patience_s`), then release all resources."""
         self.release_waiters()
         self._liveness.close()
-        self._planning.close()
         for timer in (*self._deadlines.values(), *([self._forgetting] if self._forgetting else ())):
             timer.cancel()
         until = self._loop.time() + patience_s
+        await self._planning.close(patience_s / 2)
         if self._committing is not None:  # its effects may start storage work
             await asyncio.wait([self._committing], timeout=patience_s)
         await self._deposits.drain(until - self._loop.time())

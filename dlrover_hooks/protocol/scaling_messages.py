@@ -41,17 +41,16 @@ class ScalingPace(Message, frozen=True):
 
 class StartScaling(Message, frozen=True):
     """Have the master plan the nodes of `job`. Creates the job if it is unknown. The sender starts and removes nodes.
+    Refused (BadRequest) for a job with parameter servers.
 
     Sent again, as by a launcher that was restarted, it replaces mode, limits and pace. The nodes that the earlier
-    launcher had started have ended with it: they are started anew.
+    launcher had started have ended with it: other ones are started.
     """
 
     job: str
     incarnation: str
     mode: ScalingMode
     limits: ResourceLimits
-    ps: bool = False
-    """The job has parameter servers: its nodes are the tasks that `ScaleTasks` made."""
     pace: ScalingPace = ScalingPace()
     relaunches: Count = 10
     """Nodes that ended by a failure are replaced so often within `relaunch_window_s`; then the job is given up."""

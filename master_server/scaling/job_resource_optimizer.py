@@ -32,7 +32,6 @@ class Situation(msgspec.Struct, frozen=True):
 
     job: str
     mode: ScalingMode
-    ps: bool
     held: bool
     finished: bool
     stage: OptimizeStage
@@ -47,7 +46,7 @@ class Situation(msgspec.Struct, frozen=True):
 def situation(job: str, scaling: JobScaling) -> Situation:
     """Of this job, now."""
     return Situation(
-        job, scaling.mode, scaling.ps, scaling.held, scaling.finished, scaling.stage, scaling.limits,
+        job, scaling.mode, scaling.held, scaling.finished, scaling.stage, scaling.limits,
         scaling.statistics, scaling.history, scaling.out_of_memory, scaling.user, scaling.script_hash,
     )  # fmt: skip
 

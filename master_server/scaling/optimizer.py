@@ -35,5 +35,5 @@ class ResourceOptimizer(metaclass=ABCMeta):
         return None
 
     def explain(self, plan: ResourcePlan) -> str:
-        """Why it made `plan`, for a person; empty: as anybody would expect."""
+        """Why it made `plan`, for a person; empty: it has no special reason."""
         return ""

@@ -11,6 +11,7 @@ import pytest
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.job_scaling.plan_verification import PlanOutcome
+from dlrover_hooks.master.core.job_scaling.worker_manager import WorkerManager
 from dlrover_hooks.protocol import (
     NodeExit,
     NodeGroupResource,
@@ -20,6 +21,7 @@ from dlrover_hooks.protocol import (
     ResourceLimits,
     ResourcePlan,
     ScaleNodes,
+    ScaleTasks,
     ScalingMode,
     ScalingPace,
     StartScaling,
@@ -151,6 +153,19 @@ def test_additional_workers_are_released_and_not_relaunched() -> None:
     assert not job.scaling.failed_at
 
 
+@pytest.mark.requirement("SC-26")
+def test_a_plan_is_turned_into_nodes_to_launch_and_to_remove() -> None:
+    job = ScaledJob(scales_well, ResourceLimits(64, 1 << 18, min_workers=2, max_workers=4))
+    job.run(30.0)
+    manager, size = WorkerManager(job.scaling, job.now), job.scaling.worker_resource
+    grown = manager.carry_out(NodeGroupResource(4, size))
+    assert [node.name for node in grown.launch_nodes] == ["worker-2", "worker-3"]
+    assert grown.node_group_resource == NodeGroupResource(4, size)
+    shrunk = manager.carry_out(NodeGroupResource(1, size))
+    assert [node.name for node in shrunk.remove_nodes] == ["worker-1", "worker-2", "worker-3"]
+    assert not shrunk.launch_nodes
+
+
 def test_a_plan_of_a_user_holds_until_it_is_released() -> None:
     job = ScaledJob(scales_well, LIMITS)
     job.run(30.0)
@@ -212,8 +227,9 @@ def test_what_is_refused() -> None:
         job.apply(ScaleNodes(JOB, "cli", ResourcePlan({"ps": NodeGroupResource(1)})))
     with pytest.raises(BadRequest, match="A plan for 'worker-0'"):
         job.apply(ScaleNodes(JOB, "cli", ResourcePlan(node_resources={"worker-0": NodeResource(cpu=1)})))
-    with pytest.raises(BadRequest, match="has no parameter servers"):
-        job.apply(StartScaling(JOB, "launcher", ScalingMode.SINGLE_JOB, LIMITS, ps=True))
+    job.apply(ScaleTasks("with servers", "launcher", 1, 1))
+    with pytest.raises(BadRequest, match="has parameter servers"):
+        job.apply(StartScaling("with servers", "launcher", ScalingMode.SINGLE_JOB, LIMITS))
     job.end("worker-0", NodeExit.USER_ERROR, 1)
     with pytest.raises(Stale, match="is over"):
         job.apply(set_workers(2))

@@ -100,7 +100,7 @@ class NodeHost:
         self._look()
         wanted = self._wanted
         if wanted.finished:
-            self._scaler.stop(self._grace_s(wanted))
+            self._scaler.stop(0.0 if wanted.exit_code else _CLOSE_S)
             raise Over(wanted.exit_code, wanted.failure)
         self._carry_out(wanted)
         self._report()
@@ -109,9 +109,6 @@ class NodeHost:
                 os.read(self._wake, 4096)
         self._listener.check()
         self._watcher.check()
-
-    def _grace_s(self, wanted: p.DesiredNodes) -> float:
-        return 0.0 if wanted.exit_code else _CLOSE_S
 
     def _carry_out(self, wanted: p.DesiredNodes) -> None:
         """The scaler's set becomes the one that the master lists."""

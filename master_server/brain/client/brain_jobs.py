@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dlrover_hooks.errors import HooksError
@@ -22,7 +22,7 @@ class _BrainJob:
     """One job: its optimizer, its reporter, and whether the Brain answered last."""
 
     def __init__(self, url: str, token: str | None, found: Situation) -> None:
-        about = RegisterJob(found.job, found.limits, user=found.user, script_hash=found.script_hash, ps=found.ps)
+        about = RegisterJob(found.job, found.limits, user=found.user, script_hash=found.script_hash)
         self.name, self.away = found.job, False
         self.optimizer = BrainOptimizer(url, token, about)
         self.reporter = StatsReporter(url, token, about)
@@ -37,17 +37,17 @@ class BrainOrLocalOptimizer(ResourceOptimizer):
 
     def generate_opt_plan(self, stage: OptimizeStage, config: Mapping[str, Any] = NO_CONFIG) -> ResourcePlan:
         """The plan for a stage."""
-        return self._ask("generate_opt_plan", stage, config)
+        return self._ask(lambda one: one.generate_opt_plan(stage, config))
 
     def generate_oom_recovery_plan(
         self, oom_nodes: Sequence[Node], stage: OptimizeStage, config: Mapping[str, Any] = NO_CONFIG
     ) -> ResourcePlan:
         """The plan for nodes that were killed because their memory was used up."""
-        return self._ask("generate_oom_recovery_plan", oom_nodes, stage, config)
+        return self._ask(lambda one: one.generate_oom_recovery_plan(oom_nodes, stage, config))
 
     def generate_resource_plan_with_optimizer(self, config: Mapping[str, Any] = NO_CONFIG) -> ResourcePlan:
         """The plan of the fitted model alone."""
-        return self._ask("generate_resource_plan_with_optimizer", config)
+        return self._ask(lambda one: one.generate_resource_plan_with_optimizer(config))
 
     def predict(self, plan: ResourcePlan) -> float | None:
         """Steps per second with `plan`, by what made it."""
@@ -58,15 +58,15 @@ class BrainOrLocalOptimizer(ResourceOptimizer):
         answer = self._brain.optimizer.answer
         return "" if self._brain.away else f"the Brain ({answer.algorithm}): {answer.reason}"
 
-    def _ask(self, method: str, *words: Any) -> ResourcePlan:
+    def _ask(self, ask: Callable[[ResourceOptimizer], ResourcePlan]) -> ResourcePlan:
         brain = self._brain
         try:
-            plan: ResourcePlan = getattr(brain.optimizer, method)(*words)
+            plan = ask(brain.optimizer)
         except HooksError as error:
             if not brain.away:
                 log.warning("job %s: %s The master plans from the job's own statistics meanwhile", brain.name, error)
             brain.away = True
-            return getattr(self._local, method)(*words)
+            return ask(self._local)
         if brain.away:
             log.warning("job %s: the Brain answers again, and makes the plans", brain.name)
         brain.away = False
@@ -86,7 +86,7 @@ class BrainJobs:
 
     def optimizer(self, found: Situation) -> ResourceOptimizer:
         """The optimizer of a job."""
-        local = LocalOptimizer(found.limits, ps=found.ps, statistics=found.statistics)
+        local = LocalOptimizer(found.limits, statistics=found.statistics)
         if found.job not in self._jobs:
             self._jobs[found.job] = _BrainJob(self._url, self._token, found)
         return BrainOrLocalOptimizer(self._jobs[found.job], local)
@@ -110,7 +110,7 @@ class BrainJobs:
 
     def close(self) -> None:
         """Stop all reporters. Waits up to some seconds for the Brain."""
-        for brain in self._jobs.values():
+        for brain in list(self._jobs.values()):
             brain.reporter.stop()
             brain.optimizer.close()
         self._jobs.clear()

@@ -30,7 +30,7 @@ class NodeMonitor:
         """What was measured since the last call.
 
         None, and a new window begins: the nodes changed within this one, no step was reported, or the job's processes
-        were started anew.
+        were started again.
         """
         nodes = tuple(_measured(known, job, scaling))
         progress = _progress(known, job)

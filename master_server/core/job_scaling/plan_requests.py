@@ -26,26 +26,24 @@ from dlrover_hooks.protocol import (
     ResourceLimits,
     ResourcePlan,
     ScaleNodes,
-    ScalePlan,
     StartScaling,
 )
 
 
 def start(job: Job, event: StartScaling, now: float, effects: Effects) -> DesiredNodes:
     """Plan the nodes of this job from now on. Raises BadRequest."""
-    if event.ps != (job.ps is not None) or (job.scaling is not None and job.scaling.ps != event.ps):
+    if job.ps is not None:
         raise BadRequest(
-            f"Job {job.name!r} {'has no' if event.ps else 'has'} parameter servers.",
-            hint="Give another job another name (--job).",
+            f"Job {job.name!r} has parameter servers: its nodes are not planned.",
+            hint="Scale it with dlrover-hooks scale, or give the new job another name (--job).",
         )
-    scaling = job.scaling or JobScaling(event.mode, event.limits, ps=event.ps)
+    scaling = job.scaling or JobScaling(event.mode, event.limits)
     scaling.mode, scaling.limits = event.mode, event.limits
     scaling.relaunches, scaling.relaunch_window_s = event.relaunches, event.relaunch_window_s
     scaling.user, scaling.script_hash = event.user, event.script_hash
     scaling.history = plan_verification.at_pace(scaling.history, event.pace)
     job.scaling = scaling
-    manager = WorkerManager(scaling, now)
-    manager.forget_processes()
+    WorkerManager(scaling, now).forget_processes()
     scaling.workers = min(scaling.workers, event.limits.max_workers)
     if scaling.workers:
         scaling.workers = max(scaling.workers, event.limits.min_workers)
@@ -55,10 +53,10 @@ def start(job: Job, event: StartScaling, now: float, effects: Effects) -> Desire
 def sampled(job: Job, event: Sampled, now: float, effects: Effects) -> Done:
     """A window was measured: a plan may have to be taken back. Raises Stale, UsageError."""
     scaling = _scaling(job)
-    scaling.statistics = job_statistics.observed(scaling.statistics, event.sample, ps=scaling.ps)
+    scaling.statistics = job_statistics.observed(scaling.statistics, event.sample, ps=False)
     scaling.history, rollback = plan_verification.observed(scaling.history, event.sample, now)
     if not rollback.empty:
-        carry_out(job, scaling, rollback, now)
+        _carry_out(scaling, rollback, now)
     _follow(job, scaling, now, effects)
     return Done()
 
@@ -86,7 +84,7 @@ def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
     if event.answers_out_of_memory:
         scaling.out_of_memory = ()
     if not plan.empty:
-        carry_out(job, scaling, plan, now)
+        _carry_out(scaling, plan, now)
     _follow(job, scaling, now, effects)
     return Done()
 
@@ -105,7 +103,7 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
             plan = ResourcePlan({NodeType.WORKER.value: NodeGroupResource(group.count, scaling.worker_resource)})
         before = _as_plan(scaling)
         scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
-        carry_out(job, scaling, plan, now)
+        _carry_out(scaling, plan, now)
     scaling.held = not event.release
     return _follow(job, scaling, now, effects)
 
@@ -133,23 +131,22 @@ def tick(job: Job, now: float, effects: Effects) -> None:
         return
     scaling.history, rollback = plan_verification.not_started(scaling.history, now)
     if not rollback.empty:
-        carry_out(job, scaling, rollback, now)
+        _carry_out(scaling, rollback, now)
     _follow(job, scaling, now, effects)
 
 
-def carry_out(job: Job, scaling: JobScaling, plan: ResourcePlan, now: float) -> ScalePlan:
-    """Make the nodes those of `plan`; which ones start and end because of it.
+def _carry_out(scaling: JobScaling, plan: ResourcePlan, now: float) -> None:
+    """Make the nodes those of `plan`.
 
     With cores other than before, what was measured is forgotten: it was the speed of other nodes.
     """
     group = plan.node_group_resources.get(NodeType.WORKER.value)
     if group is None:
-        return ScalePlan()
+        return
     before = scaling.worker_resource
-    done = WorkerManager(scaling, now).carry_out(group)
+    WorkerManager(scaling, now).carry_out(group)
     if (before.cpu, before.gpu_num) != (group.node_resource.cpu, group.node_resource.gpu_num):
         scaling.statistics = JobStatistics()
-    return done
 
 
 def show(job: Job, now: float) -> Plans:
@@ -170,11 +167,9 @@ def show(job: Job, now: float) -> Plans:
 
 def _follow(job: Job, scaling: JobScaling, now: float, effects: Effects) -> DesiredNodes:
     """What follows from a change: missing nodes, a message to what starts them, a plan that is due."""
-    number = scaling.number
-    if not scaling.ps:
-        WorkerManager(scaling, now).settle()
+    WorkerManager(scaling, now).settle()
     effects.append(PlanDue(job=job.name))
-    if number != scaling.number or scaling.number != scaling.told:
+    if scaling.number != scaling.told:
         scaling.told = scaling.number
         effects.append(Wake(topic=nodes_topic(job.name)))
     arm(job, now, effects)

@@ -48,8 +48,6 @@ class JobScaling(msgspec.Struct):
 
     mode: ScalingMode
     limits: ResourceLimits
-    ps: bool = False
-    """The job's nodes are the tasks of its parameter server cluster, see `ps_clusters`; `nodes` is empty then."""
     relaunches: int = 10
     relaunch_window_s: float = 3600.0
     user: str = ""
