@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 SAMPLES, BATCH, EPOCHS = 4000, 8, 8
-FOLDER = "DLROVER_HOOKS_TEST_FOLDER"
+FOLDER = "PLANNED_RUN_FOLDER"
 
 TRAIN = """
 import torch
@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from dlrover_hooks import AsyncCheckpointer, elastic_loader, elastic_run
 
-SAMPLES, BATCH, EPOCHS = (int(word) for word in os.environ["DLROVER_HOOKS_TEST_SIZES"].split())
-folder = os.environ["DLROVER_HOOKS_TEST_FOLDER"]
+SAMPLES, BATCH, EPOCHS = (int(word) for word in os.environ["PLANNED_RUN_SIZES"].split())
+folder = os.environ["PLANNED_RUN_FOLDER"]
 
 class Numbers(Dataset):
     def __len__(self):
@@ -52,7 +52,7 @@ train()
 
 def environment(folder: Path) -> dict[str, str]:
     """Variables of the script. A file `hurry` in `folder` ends its pauses."""
-    return {FOLDER: str(folder), "DLROVER_HOOKS_TEST_SIZES": f"{SAMPLES} {BATCH} {EPOCHS}"}
+    return {FOLDER: str(folder), "PLANNED_RUN_SIZES": f"{SAMPLES} {BATCH} {EPOCHS}"}
 
 
 def wrong_steps(rows: list[dict[str, Any]]) -> list[int]:
