@@ -72,6 +72,7 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     call("x", p.DeleteJob("short", force=True))
     play_tasks(call)
     play_check(call)
+    play_planned_nodes(call)
     assert exercised == {row.request for row in p.ROUTES}
     metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=60).text
     assert 'dlrover_hooks_rounds_total{job="job"} 1.0' in metrics
@@ -97,6 +98,18 @@ def play_tasks(call: Callable[..., Any]) -> None:
     call("launcher", p.Fenced("ps", "launcher", ids[p.NodeType.WORKER], -9))
     call(chief, p.EndTasks("ps", chief))
     assert call("x", p.ShowTasks("ps")).finished
+
+
+def play_planned_nodes(call: Callable[..., Any]) -> None:
+    """A job whose nodes the master plans: the first one runs, and a user asks for a second one."""
+    limits = p.ResourceLimits(8, 1 << 14, max_workers=2)
+    first = call("launcher", p.StartScaling("planned", "launcher", p.ScalingMode.MANUAL, limits))
+    listed = call("launcher", p.AwaitNodes("planned", "launcher", first.number))
+    assert [node.name for node in listed.nodes] == ["worker-0"]
+    call("launcher", p.ReportNodes("planned", "launcher", (p.NodeChange("worker-0"),)))
+    two = p.ResourcePlan({"worker": p.NodeGroupResource(2)})
+    assert len(call("cli", p.ScaleNodes("planned", "cli", two)).nodes) == 2
+    assert [plan.what for plan in call("cli", p.ShowPlans("planned")).plans][1:] == ["worker 1 -> 2"]
 
 
 def play_check(call: Callable[..., Any]) -> None:
