@@ -13,7 +13,6 @@ from dlrover_hooks.errors import HooksError
 from dlrover_hooks.master.core.events import PlanMade
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling
 from dlrover_hooks.master.scaling.job_manager import JobManager
 from dlrover_hooks.master.scaling.job_resource_optimizer import JobResourceOptimizer, Situation, situation
 from dlrover_hooks.master.scaling.optimizer import ResourceOptimizer
@@ -29,7 +28,7 @@ def local_optimizer(found: Situation) -> ResourceOptimizer:
     """The optimizer that needs no service. It is imported here: only a master that plans needs numpy."""
     from dlrover_hooks.master.scaling.local_optimizer import LocalOptimizer
 
-    return LocalOptimizer(found.limits, statistics=found.statistics)
+    return LocalOptimizer(found.limits, ps=found.ps, statistics=found.statistics, has=found.has)
 
 
 class Planning:
@@ -93,17 +92,13 @@ class Planning:
             return self._brain.optimizer(found)
         return local_optimizer(found)
 
-    def _scaling(self, name: str) -> JobScaling | None:
-        """Of a job that still is planned."""
-        job = self._state().jobs.get(name)
-        return job.scaling if job is not None else None
-
     def _next_window(self, name: str) -> None:
-        if (scaling := self._scaling(name)) is None:
+        job = self._state().jobs.get(name)
+        if job is None or job.scaling is None:
             del self._managers[name]
             self._windows.pop(name, None)
             return
-        self._windows[name] = self._loop.call_later(scaling.history.pace.window_s, self._window, name)
+        self._windows[name] = self._loop.call_later(job.scaling.history.pace.window_s, self._window, name)
 
     def _window(self, name: str) -> None:
         """A window is over: take a sample, and see whether a plan is due."""
@@ -119,18 +114,20 @@ class Planning:
 
     def _plan(self, name: str) -> None:
         """Have a plan made, unless one is being made."""
-        scaling = self._scaling(name)
-        if self._closed or scaling is None:
+        job = self._state().jobs.get(name)
+        if self._closed or job is None or job.scaling is None:
             return
-        if scaling.finished:
+        if job.scaling.finished:
             if self._brain is not None:
-                self._loop.run_in_executor(self._thread, partial(self._brain.end, name, succeeded=not scaling.failure))
+                end = partial(self._brain.end, name, succeeded=not job.scaling.failure)
+                self._loop.run_in_executor(self._thread, end)
             return
         if name in self._planning:
             self._again.add(name)
             return
-        manager, found, now = self._managers[name], situation(name, scaling), self._now()
-        future = self._loop.run_in_executor(self._thread, manager.plan, found, now)
+        now = self._now()
+        found = situation(job, job.scaling, now)
+        future = self._loop.run_in_executor(self._thread, self._managers[name].plan, found, now)
         self._planning[name] = future
         future.add_done_callback(lambda done: self._planned(name, done))
 

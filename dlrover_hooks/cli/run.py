@@ -116,20 +116,25 @@ _flag = functools.partial(click.option, cls=_Flag)
        help="Workers on each node. auto: one for each GPU, or for each CPU where there is no GPU.")  # fmt: skip
 @_flag("--ps", type=click.IntRange(min=1),
               help="TensorFlow parameter servers. SCRIPT then runs once, as the chief, beside so many servers and "
-              "--workers workers, all on this machine; `dlrover-hooks scale` changes their number.")  # fmt: skip
+              "--workers workers, all on this machine; `dlrover-hooks scale` changes their number. With --mode: at "
+              "least so many.")  # fmt: skip
 @_flag("--ready-timeout", "ready_s", type=Duration(), default="2m", show_default=True,
               help="With --ps: a new task that is not ready by then is given up, and the job goes on with the old "
               "ones.")  # fmt: skip
 @_flag("--mode", type=click.Choice([mode.value for mode in ScalingMode]),
-              help="The job's nodes are agents on this machine, and their number changes while it runs. manual: by "
-              "`dlrover-hooks scale`. single-job: the master measures the speed and plans what pays, see "
-              "`dlrover-hooks plans`. cluster: the Brain plans, see `dlrover-hooks brain`.")  # fmt: skip
+              help="The job's nodes are agents on this machine (with --ps: servers and workers), and their number "
+              "changes while it runs. manual: by `dlrover-hooks scale`. single-job: the master measures the speed and "
+              "plans what pays, see `dlrover-hooks plans`. cluster: the Brain plans, see "
+              "`dlrover-hooks brain`.")  # fmt: skip
 @_flag("--brain", default="", metavar="URL",
               help="With --mode cluster: the Brain's address. Its token is DLROVER_HOOKS_BRAIN_TOKEN.")  # fmt: skip
 @_flag("--min-workers", type=click.IntRange(min=1), default=1, show_default=True,
-              help="With --mode: nodes at least. Each runs --nproc-per-node processes.")  # fmt: skip
+              help="With --mode: nodes at least, of --nproc-per-node processes each. With --ps: workers.")  # fmt: skip
 @_flag("--max-workers", type=click.IntRange(min=1),
               help="With --mode: nodes at most.  [default: one for each CPU of this machine]")  # fmt: skip
+@_flag("--max-ps", type=click.IntRange(min=1),
+              help="With --mode and --ps: parameter servers at most.  [default: one for each CPU of this "
+              "machine]")  # fmt: skip
 @_flag("--max-cpu", type=click.FloatRange(min=1),
               help="With --mode: cores of all nodes together.  [default: those of this machine]")  # fmt: skip
 @_flag("--max-memory", type=click.IntRange(min=1024), metavar="MIB",
@@ -317,7 +322,7 @@ def _scaling(flags: dict[str, Any]) -> ScalingOptions | None:
 
     given = click.get_current_context().get_parameter_source
     if flags["mode"] is None:
-        for name in ("min_workers", "max_workers", "max_cpu", "max_memory", "plan_window", "brain"):
+        for name in ("min_workers", "max_workers", "max_ps", "max_cpu", "max_memory", "plan_window", "brain"):
             if given(name) is not ParameterSource.DEFAULT:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} is for jobs whose nodes are planned", hint="add --mode")
@@ -325,11 +330,16 @@ def _scaling(flags: dict[str, Any]) -> ScalingOptions | None:
     mode, cpus = ScalingMode(flags["mode"]), processors.cpus()
     if mode is not ScalingMode.MANUAL:
         _check_scipy()
+    ps = flags["ps"] or 1
+    if flags["max_ps"] is not None and flags["ps"] is None:
+        raise UsageError("--max-ps is for jobs with parameter servers", hint="add --ps 1")
     limits = ResourceLimits(
         cpu=flags["max_cpu"] or cpus,
         memory=flags["max_memory"] or memory_limit.free().nbytes >> 20,
         min_workers=flags["min_workers"],
         max_workers=flags["max_workers"] or max(cpus, flags["min_workers"]),
+        min_ps=ps,
+        max_ps=flags["max_ps"] or max(cpus, ps),
     )
     if (mode is ScalingMode.CLUSTER) != bool(flags["brain"]):
         raise UsageError("--mode cluster and --brain need each other", hint="give both, or --mode single-job")

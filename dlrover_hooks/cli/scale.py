@@ -48,102 +48,108 @@ def scale(
     """Change the parameter servers and workers of JOB, wait until they are used, and show them.
 
     JOB was started with `dlrover-hooks run --ps`, or with `--mode`. Without an option its tasks, or nodes, are only
-    shown.
+    shown. Of a job that the master plans, a number that is given holds until `--release`.
 
     Exit codes: 0 done, 1 rolled back or refused, 78 wrong address or options.
     """
     try:
         asked = job_master(job, master, token, tasks=True)
-        moved, job = _task(migrate) if migrate else None, asked.job
+        change = Change(ps, workers, _task(migrate) if migrate else None, release, timeout)
         with asking("scale", asked.master, asked.token) as client:
-            planned = asked.planned if master is None else _is_planned(client, job)
-            tasks, nodes = TaskChange(ps, workers, moved, timeout), NodesChange(workers, release, timeout)
-            _check_fits(job, tasks, nodes, planned=planned)
-            if planned:
-                _scale_nodes(client, job, nodes, wait=not no_wait)
+            kind = JobKind(asked.planned, asked.tasks) if master is None else _kind(client, asked.job)
+            _check_fits(asked.job, change, kind)
+            _send(client, asked.job, change, planned=kind.planned)
+            if not kind.tasks:
+                _show_nodes(_nodes(client, asked.job, timeout, wait=not no_wait), timeout, wait=not no_wait)
                 return
-            found = _change(client, job, tasks, wait=not no_wait)
+            found = _tasks(client, asked.job, timeout, wait=not no_wait)
     except HooksError as error:
         click.echo(f"dlrover-hooks scale: {error}", err=True)
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
-    _show(job, found)
+    _show(asked.job, found)
     if found.problem and not no_wait:
         click.echo(f"dlrover-hooks scale: {found.problem}", err=True)
         sys.exit(_FAILED)
 
 
-class TaskChange(NamedTuple):
+class Change(NamedTuple):
     """What the command line asks for."""
 
     ps: int | None
     workers: int | None
     moved: tuple[NodeType, int] | None
-    timeout_s: float
-
-
-def _change(client: MasterClient, job: str, change: TaskChange, *, wait: bool) -> Tasks:
-    """Send the change, if there is one, and `wait` until it is carried out or rolled back; the tasks then."""
-    from dlrover_hooks import protocol as p
-
-    own, within_s = client.incarnation, change.timeout_s
-    if change.ps is not None or change.workers is not None:
-        target = p.ScaleTasks(job, own, ps=change.ps, workers=change.workers, ready_within_s=within_s)
-        client.call(target, timeout_s=_PATIENCE_S)
-    if change.moved is not None:
-        client.call(p.MigrateTask(job, own, *change.moved, within_s), timeout_s=_PATIENCE_S)
-    found = client.call(p.ShowTasks(job), timeout_s=_PATIENCE_S)
-    until = time.monotonic() + within_s + _PATIENCE_S
-    while wait and not _settled(found) and time.monotonic() < until:
-        new = client.call(p.AwaitTasks(job, own, found.number, _POLL_S), timeout_s=_PATIENCE_S)
-        found = new if new.number != found.number else found
-    return found
-
-
-class NodesChange(NamedTuple):
-    """What the command line asks for, of a job that the master plans."""
-
-    workers: int | None
     release: bool
     timeout_s: float
 
 
-def _check_fits(job: str, tasks: TaskChange, nodes: NodesChange, *, planned: bool) -> None:
-    """Raises UsageError if this kind of job does not have what is to be changed."""
-    if planned and (tasks.ps is not None or tasks.moved is not None):
-        raise UsageError(f"job {job} has no parameter servers", hint="give --workers or --release")
-    if nodes.release and not planned:
-        raise UsageError("--release is for a job that was started with --mode", hint="leave it out")
+class JobKind(NamedTuple):
+    """`planned`: the master plans the nodes of the job. `tasks`: these are parameter servers and their workers."""
+
+    planned: bool
+    tasks: bool
 
 
-def _is_planned(client: MasterClient, job: str) -> bool:
-    """Whether the master plans the nodes of this job."""
+def _kind(client: MasterClient, job: str) -> JobKind:
     from dlrover_hooks import protocol as p
 
     try:
-        client.call(p.ShowPlans(job), timeout_s=_PATIENCE_S)
+        return JobKind(True, client.call(p.ShowPlans(job), timeout_s=_PATIENCE_S).ps)
     except Stale:
-        return False
-    return True
+        return JobKind(False, True)
 
 
-def _scale_nodes(client: MasterClient, job: str, change: NodesChange, *, wait: bool) -> None:
-    """Send a user's plan, if there is one, `wait` until its nodes run, and show them."""
+def _check_fits(job: str, change: Change, kind: JobKind) -> None:
+    """Raises UsageError if this kind of job does not have what is to be changed."""
+    if not kind.tasks and (change.ps is not None or change.moved is not None):
+        raise UsageError(f"job {job} has no parameter servers", hint="give --workers or --release")
+    if change.release and not kind.planned:
+        raise UsageError("--release is for a job that was started with --mode", hint="leave it out")
+
+
+def _send(client: MasterClient, job: str, change: Change, *, planned: bool) -> None:
+    """Send what is asked for, if anything is."""
     from dlrover_hooks import protocol as p
 
-    own = client.incarnation
-    if change.workers is not None or change.release:
-        groups = {} if change.workers is None else {"worker": p.NodeGroupResource(change.workers)}
-        plan = p.ScaleNodes(job, own, p.ResourcePlan(groups), release=change.release)
-        client.call(plan, timeout_s=_PATIENCE_S)
-    found = client.call(p.AwaitNodes(job, own), timeout_s=_PATIENCE_S)
-    until = time.monotonic() + change.timeout_s
-    while wait and not found.finished and not _all_run(found) and time.monotonic() < until:
-        new = client.call(p.AwaitNodes(job, own, found.number, _POLL_S), timeout_s=_PATIENCE_S)
+    own, counts = client.incarnation, {"ps": change.ps, "worker": change.workers}
+    groups = {name: p.NodeGroupResource(count) for name, count in counts.items() if count is not None}
+    if planned and (groups or change.release):
+        client.call(p.ScaleNodes(job, own, p.ResourcePlan(groups), change.release), timeout_s=_PATIENCE_S)
+    elif groups:
+        target = p.ScaleTasks(job, own, change.ps, change.workers, ready_within_s=change.timeout_s)
+        client.call(target, timeout_s=_PATIENCE_S)
+    if change.moved is not None:
+        client.call(p.MigrateTask(job, own, *change.moved, change.timeout_s), timeout_s=_PATIENCE_S)
+
+
+def _tasks(client: MasterClient, job: str, within_s: float, *, wait: bool) -> Tasks:
+    """The tasks; `wait` until the last change is carried out or rolled back."""
+    from dlrover_hooks import protocol as p
+
+    found = client.call(p.ShowTasks(job), timeout_s=_PATIENCE_S)
+    until = time.monotonic() + within_s + _PATIENCE_S
+    while wait and not _settled(found) and time.monotonic() < until:
+        new = client.call(p.AwaitTasks(job, client.incarnation, found.number, _POLL_S), timeout_s=_PATIENCE_S)
         found = new if new.number != found.number else found
+    return found
+
+
+def _nodes(client: MasterClient, job: str, within_s: float, *, wait: bool) -> DesiredNodes:
+    """The planned nodes; `wait` until all of them run."""
+    from dlrover_hooks import protocol as p
+
+    found = client.call(p.AwaitNodes(job, client.incarnation), timeout_s=_PATIENCE_S)
+    until = time.monotonic() + within_s
+    while wait and not found.finished and not _all_run(found) and time.monotonic() < until:
+        new = client.call(p.AwaitNodes(job, client.incarnation, found.number, _POLL_S), timeout_s=_PATIENCE_S)
+        found = new if new.number != found.number else found
+    return found
+
+
+def _show_nodes(found: DesiredNodes, within_s: float, *, wait: bool) -> None:
     for node in found.nodes:
         click.echo(f"  {node.name:<12} {node.status.value}")
     if wait and not _all_run(found):
-        click.echo(f"dlrover-hooks scale: not all nodes run after {change.timeout_s:g} s", err=True)
+        click.echo(f"dlrover-hooks scale: not all nodes run after {within_s:g} s", err=True)
         sys.exit(_FAILED)
 
 

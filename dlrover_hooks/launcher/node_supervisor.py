@@ -47,7 +47,7 @@ from dlrover_hooks.launcher.processes.services import Served, Services, temporar
 from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
 from dlrover_hooks.launcher.running_jobs import listed
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses
-from dlrover_hooks.launcher.tasks.task_supervisor import TaskCounts, TaskSupervisor
+from dlrover_hooks.launcher.tasks.task_supervisor import TaskSupervisor
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
 from dlrover_hooks.scalers.process_scaler import ProcessScaler
 from dlrover_hooks.vitals.node_reports import NodeReports
@@ -159,21 +159,42 @@ class Launcher:
             self.job, self.options.command, environment, "127.0.0.1", self._selector, standbys
         )
         self._take_signals(owned)
-        found = owned.enter_context(listed(self.job, self._client.url, token, tasks=True))
+        planned = self.options.scaling is not None
+        found = owned.enter_context(listed(self.job, self._client.url, token, tasks=True, planned=planned))
         self._services = Services(self.job, self._node, token, served, (preload, found), self._selector, keeper=False)
         owned.callback(self._services.end)
         owned.callback(self._client.close)
         owned.callback(processes.end)
         owned.callback(self._eviction.close)
-        counts = TaskCounts(ps, self.options.workers.most)
-        log.info("job %s: chief, %s, %s, master at %s", self.job, counted(ps, "parameter server"),
-                 counted(counts.workers, "worker"), self._client.url)  # fmt: skip
         supervisor = TaskSupervisor(
-            self.job, counts, self._client, processes, self._selector, self._look, self._reports(owned).follow,
-            max_restarts=self.options.max_restarts, restart_window_s=self.options.restart_window_s,
-            ready_s=self.options.ready_s,
+            self.job, self._first_tasks(ps), self._client, processes, self._selector, self._look,
+            self._reports(owned).follow, max_restarts=self.options.max_restarts,
+            restart_window_s=self.options.restart_window_s,
         )  # fmt: skip
         return supervisor.run()
+
+    def _first_tasks(self, ps: int) -> p.ScaleTasks | p.StartScaling:
+        """How a parameter server job begins: with so many tasks, or with those that the master plans."""
+        workers, scaling = self.options.workers.most, self.options.scaling
+        if scaling is None:
+            log.info("job %s: chief, %s, %s, master at %s", self.job, counted(ps, "parameter server"),
+                     counted(workers, "worker"), self._client.url)  # fmt: skip
+            return p.ScaleTasks(self.job, self._client.incarnation, ps=ps, workers=workers,
+                                ready_within_s=self.options.ready_s, only_first=True)  # fmt: skip
+        limits = scaling.limits
+        log.info("job %s: mode %s, chief, %d to %s, %d to %s, master at %s", self.job, scaling.mode.value,
+                 limits.min_ps, counted(limits.max_ps, "parameter server"), limits.min_workers,
+                 counted(limits.max_workers, "worker"), self._client.url)  # fmt: skip
+        log.info("job %s: %s", self.job, lost_with_the_master(scaling.mode, self.options.journal))
+        return self._start_scaling(scaling, msgspec.structs.replace(scaling.pace, start_s=self.options.ready_s))
+
+    def _start_scaling(self, scaling: ScalingOptions, pace: p.ScalingPace) -> p.StartScaling:
+        options = self.options
+        return p.StartScaling(
+            self.job, self._client.incarnation, scaling.mode, scaling.limits, pace=pace, ps=options.ps is not None,
+            relaunches=options.max_restarts, relaunch_window_s=options.restart_window_s,
+            user=user_name(), script_hash=script_hash(options.command),
+        )  # fmt: skip
 
     def _run_nodes(
         self, owned: contextlib.ExitStack, scaling: ScalingOptions, served: Served | None, token: str | None
@@ -199,11 +220,7 @@ class Launcher:
                 DLROVER_HOOKS_JOB=self.job, DLROVER_HOOKS_TOKEN=token or "", DLROVER_HOOKS_NODE=node.name
             )
 
-        request = p.StartScaling(
-            self.job, self._client.incarnation, scaling.mode, limits, pace=scaling.pace,
-            relaunches=options.max_restarts, relaunch_window_s=options.restart_window_s,
-            user=user_name(), script_hash=script_hash(options.command),
-        )  # fmt: skip
+        request = self._start_scaling(scaling, scaling.pace)
         scaler = ProcessScaler(
             self.job, command, environment, grace_s=options.grace_s, user_errors=(USER_ERROR, USAGE, GAVE_UP)
         )

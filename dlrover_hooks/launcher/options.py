@@ -198,11 +198,16 @@ def check(options: LaunchOptions) -> None:
 
 def _check_scaling(options: LaunchOptions) -> None:
     mode = f"--mode {options.scaling.mode.value}" if options.scaling is not None else ""
-    if options.ps is not None or options.nodes.most > 1 or options.endpoint or not options.workers.fixed:
+    if options.nodes.most > 1 or options.endpoint or not options.workers.fixed:
         raise UsageError(
             f"{mode}: the master plans how many nodes there are, on this machine",
-            hint="leave out --ps, --nnodes and --rdzv-endpoint, and give --nproc-per-node one number; --min-workers "
-            "and --max-workers bound the nodes",
+            hint="leave out --nnodes and --rdzv-endpoint, and give --nproc-per-node one number; --min-workers and "
+            "--max-workers bound the nodes",
+        )
+    if options.ps is not None and options.workers.most != 1:
+        raise UsageError(
+            f"{mode} with --ps: the master plans how many workers there are",
+            hint="leave out --workers; --min-workers and --max-workers bound them",
         )
     if options.level is not None or options.node_check or options.requeue or options.preemption != "none":
         raise UsageError(

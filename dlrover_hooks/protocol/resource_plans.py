@@ -66,6 +66,7 @@ class ResourceLimits(msgspec.Struct, frozen=True):
     min_workers: Rank = 1
     max_workers: Rank = 60
     max_ps: Rank = 15
+    min_ps: Rank = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu) and self.cpu >= 1 and self.memory >= 1024):
@@ -78,8 +79,10 @@ class ResourceLimits(msgspec.Struct, frozen=True):
                 f"limits of the job: min_workers {self.min_workers}, max_workers {self.max_workers}",
                 hint="give 1 <= min_workers <= max_workers",
             )
-        if self.max_ps < 1:
-            raise UsageError(f"limits of the job: max_ps is {self.max_ps}", hint="give at least 1")
+        if not 1 <= self.min_ps <= self.max_ps:
+            raise UsageError(
+                f"limits of the job: min_ps {self.min_ps}, max_ps {self.max_ps}", hint="give 1 <= min_ps <= max_ps"
+            )
         if self.min_workers > self.cpu or self.min_workers * 1024 > self.memory:
             raise UsageError(
                 f"limits of the job: {self.cpu} cores, {self.memory} MiB are too little for {self.min_workers} workers",

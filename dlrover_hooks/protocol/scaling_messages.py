@@ -41,10 +41,12 @@ class ScalingPace(Message, frozen=True):
 
 class StartScaling(Message, frozen=True):
     """Have the master plan the nodes of `job`. Creates the job if it is unknown. The sender starts and removes nodes.
-    Refused (BadRequest) for a job with parameter servers.
 
     Sent again, as by a launcher that was restarted, it replaces mode, limits and pace. The nodes that the earlier
     launcher had started have ended with it: other ones are started.
+
+    `ps`: the job has parameter servers. Its nodes are the tasks that `AwaitTasks` lists. Refused (BadRequest) for a job
+    of the other kind.
     """
 
     job: str
@@ -52,6 +54,7 @@ class StartScaling(Message, frozen=True):
     mode: ScalingMode
     limits: ResourceLimits
     pace: ScalingPace = ScalingPace()
+    ps: bool = False
     relaunches: Count = 10
     """Nodes that ended by a failure are replaced so often within `relaunch_window_s`; then the job is given up."""
     relaunch_window_s: Seconds = 3600.0
@@ -61,7 +64,10 @@ class StartScaling(Message, frozen=True):
 
 
 class ScaleNodes(Message, frozen=True):
-    """A user's plan. It wins: the master makes no plan of its own until `release`."""
+    """A user's plan. It wins: the master makes no plan of its own until `release`.
+
+    The nodes of `plan.node_resources` are parameter servers by their task's name, such as `ps:0`.
+    """
 
     job: str
     incarnation: str
@@ -70,7 +76,9 @@ class ScaleNodes(Message, frozen=True):
 
 
 class AwaitNodes(Message, frozen=True):
-    """Long-poll until the nodes that the job is to have differ from list `after`, or `timeout_s` passes."""
+    """Long-poll until the nodes that the job is to have differ from list `after`, or `timeout_s` passes. Refused for a
+    job with parameter servers: `AwaitTasks` lists its tasks.
+    """
 
     job: str
     incarnation: str
@@ -148,6 +156,8 @@ class Plans(Message, frozen=True):
 
     job: str
     mode: ScalingMode
+    ps: bool
+    """The job has parameter servers; its nodes are tasks."""
     held: bool
     """A user's plan holds: the master makes no plan until it is released."""
     nodes: tuple[Node, ...]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from dlrover_hooks.master.core.events import PlanMade
-from dlrover_hooks.master.core.job_scaling import plan_verification
+from dlrover_hooks.master.core.job import Job
+from dlrover_hooks.master.core.job_scaling import plan_requests, plan_verification
 from dlrover_hooks.master.core.job_scaling.job_statistics import JobStatistics
 from dlrover_hooks.master.core.job_scaling.plan_verification import WINDOWS, PlanHistory
 from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling
@@ -28,9 +29,14 @@ _WHY = {
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """What a plan depends on: a copy of the job's state that another thread may read."""
+    """What a plan depends on: a copy of the job's state that another thread may read.
+
+    `ps`: it has parameter servers. `has`: its nodes, as a plan.
+    """
 
     job: str
+    ps: bool
+    has: ResourcePlan
     mode: ScalingMode
     held: bool
     finished: bool
@@ -43,11 +49,13 @@ class Situation(msgspec.Struct, frozen=True):
     script_hash: str = ""
 
 
-def situation(job: str, scaling: JobScaling) -> Situation:
-    """Of this job, now."""
+def situation(job: Job, scaling: JobScaling, now: float) -> Situation:
+    """Of this job, at `now`."""
+    killed = scaling.out_of_memory if job.ps is None else job.ps.out_of_memory
+    present = plan_requests.has(job, scaling, now)
     return Situation(
-        job, scaling.mode, scaling.held, scaling.finished, scaling.stage, scaling.limits,
-        scaling.statistics, scaling.history, scaling.out_of_memory, scaling.user, scaling.script_hash,
+        job.name, job.ps is not None, present, scaling.mode, scaling.held, scaling.finished, scaling.stage,
+        scaling.limits, scaling.statistics, scaling.history, killed, scaling.user, scaling.script_hash,
     )  # fmt: skip
 
 

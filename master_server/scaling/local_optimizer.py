@@ -45,7 +45,8 @@ class LocalOptimizer(ResourceOptimizer):
     """For Single-Job Mode, without a service: it knows the `statistics` of its job, and nothing of the cluster.
 
     `ps`: the job has parameter servers. Otherwise it is an all-reduce job with a fixed `global_batch` (samples) and
-    `workers_per_host`. Not thread-safe: one thread calls it.
+    `workers_per_host`. `has`: its nodes, as a plan, where no sample with them is there yet. Not thread-safe: one thread
+    calls it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LocalOptimizer(ResourceOptimizer):
         global_batch: int = 1,
         workers_per_host: int = 1,
         statistics: JobStatistics | None = None,
+        has: ResourcePlan | None = None,
     ) -> None:
         if global_batch < 1 or workers_per_host < 1:
             raise UsageError(
@@ -63,7 +65,7 @@ class LocalOptimizer(ResourceOptimizer):
             )
         self.limits, self.ps = limits, ps
         self.global_batch, self.workers_per_host = global_batch, workers_per_host
-        self.statistics = statistics or JobStatistics()
+        self.statistics, self._has = statistics or JobStatistics(), has or ResourcePlan()
 
     def observe(self, sample: JobSample) -> None:
         """Take in what was measured over one window; see `job_statistics.observed`. Raises `UsageError`."""
@@ -89,8 +91,8 @@ class LocalOptimizer(ResourceOptimizer):
     ) -> ResourcePlan:
         """More memory, or more parameter servers. Empty: neither may be given."""
         sample = self._recent[-1] if self._recent else None
-        workers = self._current[-1] if self._recent else self.limits.min_workers
-        return rules.after_out_of_memory(oom_nodes, sample, self.limits, workers)
+        ps, workers = (0, *self._current)[-2:] if self._recent else self._counts()
+        return rules.after_out_of_memory(oom_nodes, sample, self.limits, ps, workers)
 
     def generate_resource_plan_with_optimizer(self, config: Mapping[str, Any] = NO_CONFIG) -> ResourcePlan:
         """By the model alone; empty while it is not determined. Raises `MissingExtra` without scipy."""
@@ -139,6 +141,12 @@ class LocalOptimizer(ResourceOptimizer):
     def _current(self) -> Configuration:
         return configuration(self._recent[-1], ps=self.ps)
 
+    def _counts(self) -> Configuration:
+        """Servers and workers of the job, without a sample."""
+        groups = self._has.node_group_resources
+        counts = [groups[name].count if name in groups else 0 for name in (rules.PS, rules.WORKER)]
+        return counts[0] or int(self.ps), counts[1] or self.limits.min_workers
+
     @property
     def _determined(self) -> bool:
         return len(self.statistics.measured) >= (PS_TERMS if self.ps else ALL_REDUCE_POINTS)
@@ -161,7 +169,7 @@ class LocalOptimizer(ResourceOptimizer):
         measured = [max(numbers) * GROWTH for numbers in zip(*points, strict=True)]
         counts = [np.arange(self.limits.min_workers, min(self.limits.max_workers, measured[-1]) + 1)]
         if self.ps:
-            counts.insert(0, np.arange(1, min(self.limits.max_ps, measured[0]) + 1))
+            counts.insert(0, np.arange(self.limits.min_ps, min(self.limits.max_ps, measured[0]) + 1))
         choices = np.stack(np.meshgrid(*counts, indexing="ij"), axis=-1).reshape(-1, len(counts))
         return choices[self._fits(choices)]
 

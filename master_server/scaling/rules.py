@@ -39,13 +39,13 @@ PS_MEMORY_MARGIN, WORKER_MEMORY_MARGIN = 1.2, 1.5
 
 
 def first_plan(limits: ResourceLimits, ps: bool) -> ResourcePlan:
-    """Nothing is known yet: `min_workers` workers, with `ps` one server."""
-    nodes = limits.min_workers + ps
+    """Nothing is known yet: `min_workers` workers, with `ps` also `min_ps` servers."""
+    nodes = limits.min_workers + (limits.min_ps if ps else 0)
     cpu = min(math.ceil(limits.cpu / FIRST_SHARE), FIRST_CPU, limits.cpu / nodes)
     memory = min(math.ceil(limits.memory / FIRST_SHARE), FIRST_MEMORY, limits.memory // nodes)
     resource = NodeResource(cpu=cpu, memory=memory)
     groups = {WORKER: NodeGroupResource(limits.min_workers, resource)}
-    return ResourcePlan({PS: NodeGroupResource(1, resource), **groups} if ps else groups)
+    return ResourcePlan({PS: NodeGroupResource(limits.min_ps, resource), **groups} if ps else groups)
 
 
 def worker_resource(samples: Sequence[JobSample]) -> NodeResource:
@@ -67,7 +67,7 @@ def ps_group(samples: Sequence[JobSample], limits: ResourceLimits) -> NodeGroupR
     wanted = most * per_worker / config.cpu if config.cpu else 0
     highest = max(node.memory for sample in samples for node in sample.of(NodeType.PS))
     memory = min(max(1024, math.ceil(PS_MEMORY_MARGIN * highest)), MAX_MEMORY)
-    count = min(max(1, math.ceil(round(wanted, 6))), limits.max_ps)
+    count = min(max(limits.min_ps, math.ceil(round(wanted, 6))), limits.max_ps)
     return NodeGroupResource(count, msgspec.structs.replace(config, memory=memory))
 
 
@@ -94,15 +94,18 @@ def hot_servers(samples: Sequence[JobSample], limits: ResourceLimits) -> dict[st
 
 
 def after_out_of_memory(
-    nodes: Sequence[Node], sample: JobSample | None, limits: ResourceLimits, workers: int
+    nodes: Sequence[Node], sample: JobSample | None, limits: ResourceLimits, ps: int, workers: int
 ) -> ResourcePlan:
-    """More memory for what was killed for it; more servers where each has its share or no more memory may be given."""
+    """More memory for what was killed for it; more servers where each has its share or no more memory may be given.
+
+    `ps`, `workers`: how many the job has.
+    """
     groups: dict[str, NodeGroupResource] = {}
     single: dict[str, NodeResource] = {}
     servers = [node for node in nodes if node.type is NodeType.PS]
     present = sample.of(NodeType.PS) if sample else []
-    more = min(2 * max(1, len(present)), limits.max_ps)
-    if servers and more > len(present) and needs_servers(servers, present):
+    more = min(2 * ps, limits.max_ps)
+    if servers and more > ps and needs_servers(servers, present):
         config = servers[0].config_resource
         groups[PS] = NodeGroupResource(more, config)
     else:

@@ -18,7 +18,7 @@ from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP
 from dlrover_hooks.launcher.tasks import task_processes
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses
-from dlrover_hooks.launcher.tasks.task_supervisor import TaskCounts, TaskSupervisor
+from dlrover_hooks.launcher.tasks.task_supervisor import TaskSupervisor
 from dlrover_hooks.scalers.resource_limits import LimitMethods
 from dlrover_hooks.vitals.node_reports import NodeReports
 from tests.e2e.master_process import LiveMaster
@@ -87,9 +87,10 @@ def processes(live_master: LiveMaster) -> Iterator[TaskProcesses]:
 def supervisor(
     processes: TaskProcesses, client: object, look: Callable[[], None], follow: Callable[[Mapping[str, int]], None]
 ) -> TaskSupervisor:
+    first = p.ScaleTasks("job", "launcher", 1, 1, only_first=True)
     return TaskSupervisor(
-        "job", TaskCounts(1, 1), client, processes, processes._selector, look, follow,  # type: ignore[arg-type]
-        max_restarts=0, restart_window_s=3600.0, ready_s=60.0,
+        "job", first, client, processes, processes._selector, look, follow,  # type: ignore[arg-type]
+        max_restarts=0, restart_window_s=3600.0,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ come late, and a speed that depends on the number of workers.
 
 from __future__ import annotations
 
+import abc
 import heapq
 import itertools
 import random
@@ -58,38 +59,35 @@ class Faults(msgspec.Struct, frozen=True):
     """A worker with less MiB is killed for memory soon after its start. 0: none is."""
 
 
-class ScaledJob:
-    """Virtual time; nothing waits. `speed`: steps per second by the number of workers."""
+class PlannedJob(abc.ABC):
+    """Virtual time; nothing waits. The master's part of it, without the nodes."""
 
-    def __init__(
-        self,
-        speed: Callable[[int], float],
-        limits: ResourceLimits,
-        *,
-        seed: int = 0,
-        faults: Faults | None = None,
-        mode: ScalingMode = ScalingMode.SINGLE_JOB,
-        pace: ScalingPace | None = None,
-        relaunches: int = 1 << 20,
-    ) -> None:
-        self.speed, self.faults, self.random = speed, faults or Faults(), random.Random(seed)
+    def __init__(self, request: StartScaling, seed: int, faults: Faults) -> None:
+        self.faults, self.random = faults, random.Random(seed)
         self.state, self.nodes, self.now = job_registry.Master(), Nodes(), 1000.0
         self.manager = JobManager(JOB, JobResourceOptimizer(local_optimizer))
         self.journal: list[bytes] = []
-        self.steps, self.started, self.running = 0.0, dict[str, Node](), dict[str, str]()
-        """Every node that was ever started, by name; the incarnation in the round of each that runs, by name."""
-        self.counts: list[tuple[float, int]] = []
-        """When the number of running nodes changed, and to what."""
+        self.steps = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._lives = itertools.count()
         self._planning = False
-        pace = pace or ScalingPace()
-        self.apply(StartScaling(JOB, "launcher", mode, limits, pace=pace, relaunches=relaunches))
+        self.apply(request)
         self.after(BEAT_S, self._beat)
-        self.after(pace.window_s, self._window)
+        self.after(request.pace.window_s, self._window)
         if self.faults.fails_every_s < float("inf"):
             self.after(self.random.expovariate(1 / self.faults.fails_every_s), self._fail_one)
+
+    @abc.abstractmethod
+    def _follow(self) -> None:
+        """Start and remove nodes as a launcher does."""
+
+    @abc.abstractmethod
+    def _beat(self) -> None:
+        """Make the steps of a second, and send heartbeats and reports."""
+
+    @abc.abstractmethod
+    def _fail_one(self) -> None:
+        """A node ends by a failure."""
 
     @property
     def scaling(self) -> JobScaling:
@@ -138,10 +136,62 @@ class ScaledJob:
         names = [node.shown.name for node in scaling.nodes]
         assert len(names) == len(set(names)), "two nodes of one name"
 
-    # ---- what the platform does -------------------------------------------------------------------------------------
+    # ---- what the shell of the master does ----
+
+    def _window(self) -> None:
+        job = self.state.jobs[JOB]
+        event = self.manager.sample(self.nodes, job, self.scaling)
+        if event is not None:
+            self.apply(event)
+        else:
+            self._plan()
+        self.after(self.scaling.history.pace.window_s, self._window)
+
+    def _plan(self) -> None:
+        if self._planning:  # the event below asks for the next plan
+            return
+        self._planning = True
+        try:
+            event = self.manager.plan(situation(self.state.jobs[JOB], self.scaling, self.now), self.now)
+        finally:
+            self._planning = False
+        if event is not None:
+            try:
+                self.apply(event)
+            except Stale:
+                return
+
+    def _tick(self) -> None:
+        job = self.state.jobs[JOB]
+        if job.alarm <= self.now:
+            self.apply(events.Tick(JOB))
+
+
+class ScaledJob(PlannedJob):
+    """An all-reduce job. `speed`: steps per second by the number of workers."""
+
+    def __init__(
+        self,
+        speed: Callable[[int], float],
+        limits: ResourceLimits,
+        *,
+        seed: int = 0,
+        faults: Faults | None = None,
+        mode: ScalingMode = ScalingMode.SINGLE_JOB,
+        pace: ScalingPace | None = None,
+        relaunches: int = 1 << 20,
+    ) -> None:
+        self.speed, self.started, self.running = speed, dict[str, Node](), dict[str, str]()
+        """Every node that was ever started, by name; the incarnation in the round of each that runs, by name."""
+        self.counts: list[tuple[float, int]] = []
+        """When the number of running nodes changed, and to what."""
+        self._lives = itertools.count()
+        pace = pace or ScalingPace()
+        super().__init__(
+            StartScaling(JOB, "launcher", mode, limits, pace=pace, relaunches=relaunches), seed, faults or Faults()
+        )
 
     def _follow(self) -> None:
-        """Start and remove nodes as a scaler does."""
         wanted = {node.name: node for node in desired(self.scaling).nodes}
         for name, node in wanted.items():
             if name not in self.started:
@@ -199,33 +249,3 @@ class ScaledJob:
             report = NodeVitals(JOB, life, name, *usage, workers=workers)
             self.nodes.reports.setdefault(JOB, {})[name] = heartbeats.KeptVitals(report, self.now)
         self.after(BEAT_S, self._beat)
-
-    # ---- what the shell of the master does ----
-
-    def _window(self) -> None:
-        job = self.state.jobs[JOB]
-        event = self.manager.sample(self.nodes, job, self.scaling)
-        if event is not None:
-            self.apply(event)
-        else:
-            self._plan()
-        self.after(self.scaling.history.pace.window_s, self._window)
-
-    def _plan(self) -> None:
-        if self._planning:  # the event below asks for the next plan
-            return
-        self._planning = True
-        try:
-            event = self.manager.plan(situation(JOB, self.scaling), self.now)
-        finally:
-            self._planning = False
-        if event is not None:
-            try:
-                self.apply(event)
-            except Stale:
-                return
-
-    def _tick(self) -> None:
-        job = self.state.jobs[JOB]
-        if job.alarm <= self.now:
-            self.apply(events.Tick(JOB))

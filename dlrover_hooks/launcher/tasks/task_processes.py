@@ -120,6 +120,18 @@ class TaskProcesses:
         except OSError as error:
             log.warning("%s runs without all of its limits: %s", name, error)
 
+    def resize(self, task: p.Task) -> None:
+        """A task that runs gets the limits of `task.resource`."""
+        self.tasks[task.id], pid = task, self.children[task.id].pid
+        if (limits := self._limits.get(task.id)) is not None:
+            try:
+                limits.resize(task.resource, pid)
+            except OSError as error:
+                log.warning("%s keeps some of its old limits: %s", task_name(task), error)
+        elif (limits := self._limit(task)) is not None:
+            self._limits[task.id] = limits
+            self._apply(task_name(task), limits, pid)
+
     def ended(self) -> list[EndedTask]:
         """Those that have ended since the last call. They are forgotten."""
         found = list[EndedTask]()

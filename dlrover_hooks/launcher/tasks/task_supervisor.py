@@ -8,8 +8,6 @@ import selectors
 import time
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
@@ -28,32 +26,25 @@ _CLOSE_S = 2.0
 _ENDED = (p.NodeStatus.FAILED, p.NodeStatus.RELEASED)
 
 
-class TaskCounts(msgspec.Struct, frozen=True):
-    """The parameter servers and workers that a job begins with."""
-
-    ps: int
-    workers: int
-
-
 class TaskSupervisor:
     """Main thread only.
 
     Args:
         job: its name.
-        counts: the first target. A target that was set before, for example by `dlrover-hooks scale`, stays.
+        first: sent at the start: the first target, or the request to plan the tasks. A target that was set before, for
+            example by `dlrover-hooks scale`, stays.
         client: a master client of this launcher.
         processes: starts and ends processes.
         selector: wakes on ends of processes, services and signals.
         look: called at every turn: handles signals (raises Over), restarts services.
         follow: called at every turn with the process ids of the registered tasks, by their incarnations.
         max_restarts: of all tasks together, within `restart_window_s`; after one more failure the run is given up.
-        ready_s: a new task must be ready within so many seconds.
     """
 
     def __init__(
         self,
         job: str,
-        counts: TaskCounts,
+        first: p.ScaleTasks | p.StartScaling,
         client: MasterClient,
         processes: TaskProcesses,
         selector: selectors.BaseSelector,
@@ -62,12 +53,11 @@ class TaskSupervisor:
         *,
         max_restarts: int,
         restart_window_s: float,
-        ready_s: float,
     ) -> None:
-        self._job, self._counts, self._client = job, counts, client
+        self._job, self._first, self._client = job, first, client
         self._processes, self._selector, self._look = processes, selector, look
         self._follow = follow
-        self._most, self._window_s, self._ready_s = max_restarts, restart_window_s, ready_s
+        self._most, self._window_s = max_restarts, restart_window_s
         self._failed_at, self._problem = list[float](), ""
         self._due = False
         """A task waits for a warm standby."""
@@ -100,15 +90,8 @@ class TaskSupervisor:
 
     def _begin(self) -> None:
         """Set the target, and tell the master that the processes of an earlier launcher are gone: they died with it."""
-        first = p.ScaleTasks(
-            self._job,
-            self._client.incarnation,
-            ps=self._counts.ps,
-            workers=self._counts.workers,
-            ready_within_s=self._ready_s,
-            only_first=True,
-        )
-        found: p.Tasks = self._client.call(first)
+        self._client.call(self._first)
+        found: p.Tasks = self._client.call(p.ShowTasks(self._job))
         if found.finished:
             log.info("job %s is finished (dlrover-hooks forget %s makes room for a new one)", self._job, self._job)
             raise Over(DONE)
@@ -141,6 +124,8 @@ class TaskSupervisor:
                 continue  # it ends by itself
             if found is None or found.status in _ENDED:
                 self._stop(task, found)
+            elif found.resource != task.resource:
+                self._processes.resize(found)
         self._due = False
         for task in wanted.tasks:
             if task.status is p.NodeStatus.INITIAL and task.id not in self._started:

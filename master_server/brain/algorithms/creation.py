@@ -51,7 +51,7 @@ def _servers(past: Sequence[NodeUsage], limits: ResourceLimits) -> NodeGroupReso
     """So many as the cores that all servers used need, each as large as the busiest one."""
     total = statistics.median(usage.total_cpu for usage in past)
     cpu = min(max(LEAST_CPU, max(usage.busiest_cpu for usage in past) + PS_CPU_MARGIN), rules.MAX_CPU)
-    count = min(max(1, math.ceil(PS_COUNT_MARGIN * total / cpu)), limits.max_ps)
+    count = min(max(limits.min_ps, math.ceil(PS_COUNT_MARGIN * total / cpu)), limits.max_ps)
     share = max(math.ceil(usage.total_memory / count) for usage in past)
     memory = PS_MEMORY_MARGIN * max(share, *(usage.memory for usage in past), 1)
     return NodeGroupResource(count, _sized(past[0], cpu, memory))

@@ -22,7 +22,7 @@ class _BrainJob:
     """One job: its optimizer, its reporter, and whether the Brain answered last."""
 
     def __init__(self, url: str, token: str | None, found: Situation) -> None:
-        about = RegisterJob(found.job, found.limits, user=found.user, script_hash=found.script_hash)
+        about = RegisterJob(found.job, found.limits, user=found.user, script_hash=found.script_hash, ps=found.ps)
         self.name, self.away = found.job, False
         self.optimizer = BrainOptimizer(url, token, about)
         self.reporter = StatsReporter(url, token, about)
@@ -86,7 +86,7 @@ class BrainJobs:
 
     def optimizer(self, found: Situation) -> ResourceOptimizer:
         """The optimizer of a job."""
-        local = LocalOptimizer(found.limits, statistics=found.statistics)
+        local = LocalOptimizer(found.limits, ps=found.ps, statistics=found.statistics, has=found.has)
         if found.job not in self._jobs:
             self._jobs[found.job] = _BrainJob(self._url, self._token, found)
         return BrainOrLocalOptimizer(self._jobs[found.job], local)

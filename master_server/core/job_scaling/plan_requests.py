@@ -11,8 +11,11 @@ from dlrover_hooks.master.core.job import Effects, Job, arm
 from dlrover_hooks.master.core.job_scaling import job_statistics, plan_verification
 from dlrover_hooks.master.core.job_scaling.job_statistics import JobStatistics
 from dlrover_hooks.master.core.job_scaling.plan_verification import PlanHistory
+from dlrover_hooks.master.core.job_scaling.ps_manager import PSManager
 from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling, desired
 from dlrover_hooks.master.core.job_scaling.worker_manager import WorkerManager
+from dlrover_hooks.master.core.ps_clusters import task_requests
+from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
 from dlrover_hooks.protocol import (
     AwaitNodes,
     DesiredNodes,
@@ -32,31 +35,33 @@ from dlrover_hooks.protocol import (
 
 def start(job: Job, event: StartScaling, now: float, effects: Effects) -> DesiredNodes:
     """Plan the nodes of this job from now on. Raises BadRequest."""
-    if job.ps is not None:
-        raise BadRequest(
-            f"Job {job.name!r} has parameter servers: its nodes are not planned.",
-            hint="Scale it with dlrover-hooks scale, or give the new job another name (--job).",
-        )
+    if event.ps != (job.ps is not None) and (job.ps is not None or job.scaling is not None):
+        has = "has parameter servers" if job.ps is not None else "has no parameter servers"
+        raise BadRequest(f"Job {job.name!r} {has}.", hint="Give the new job another name (--job).")
     scaling = job.scaling or JobScaling(event.mode, event.limits)
     scaling.mode, scaling.limits = event.mode, event.limits
     scaling.relaunches, scaling.relaunch_window_s = event.relaunches, event.relaunch_window_s
     scaling.user, scaling.script_hash = event.user, event.script_hash
     scaling.history = plan_verification.at_pace(scaling.history, event.pace)
     job.scaling = scaling
-    WorkerManager(scaling, now).forget_processes()
-    scaling.workers = min(scaling.workers, event.limits.max_workers)
-    if scaling.workers:
-        scaling.workers = max(scaling.workers, event.limits.min_workers)
+    if event.ps:
+        job.ps = job.ps or PSClusters()
+        PSManager(job.ps, scaling, now).start()
+    else:
+        WorkerManager(scaling, now).forget_processes()
+        scaling.workers = min(scaling.workers, event.limits.max_workers)
+        if scaling.workers:
+            scaling.workers = max(scaling.workers, event.limits.min_workers)
     return _follow(job, scaling, now, effects)
 
 
 def sampled(job: Job, event: Sampled, now: float, effects: Effects) -> Done:
     """A window was measured: a plan may have to be taken back. Raises Stale, UsageError."""
     scaling = _scaling(job)
-    scaling.statistics = job_statistics.observed(scaling.statistics, event.sample, ps=False)
+    scaling.statistics = job_statistics.observed(scaling.statistics, event.sample, ps=job.ps is not None)
     scaling.history, rollback = plan_verification.observed(scaling.history, event.sample, now)
     if not rollback.empty:
-        _carry_out(scaling, rollback, now)
+        _carry_out(job, scaling, rollback, now)
     _follow(job, scaling, now, effects)
     return Done()
 
@@ -78,13 +83,15 @@ def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
             scaling.history, plan, sample, now, reason=event.reason, predicted=event.predicted
         )
     else:
-        before = _as_plan(scaling)
+        before = has(job, scaling, now)
         scaling.history = plan_verification.carried_out(scaling.history, plan, now, event.reason, before)
     scaling.stage = event.stage
+    if not plan.empty:
+        _carry_out(job, scaling, plan, now)
     if event.answers_out_of_memory:
         scaling.out_of_memory = ()
-    if not plan.empty:
-        _carry_out(scaling, plan, now)
+        if job.ps is not None:
+            job.ps.out_of_memory = ()
     _follow(job, scaling, now, effects)
     return Done()
 
@@ -98,19 +105,17 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
     if not plan.empty:
         _check(job, plan)
         _check_limits(job, plan, scaling.limits)
-        group = plan.node_group_resources[NodeType.WORKER.value]
-        if group.node_resource == NodeResource():
-            plan = ResourcePlan({NodeType.WORKER.value: NodeGroupResource(group.count, scaling.worker_resource)})
-        before = _as_plan(scaling)
+        before = has(job, scaling, now)
+        plan = _with_sizes(plan, before)
         scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
-        _carry_out(scaling, plan, now)
+        _carry_out(job, scaling, plan, now)
     scaling.held = not event.release
     return _follow(job, scaling, now, effects)
 
 
 def report(job: Job, event: ReportNodes, now: float, effects: Effects) -> Done:
-    """Nodes run, or have ended. Raises Stale."""
-    scaling = _scaling(job)
+    """Nodes run, or have ended. Raises Stale, BadRequest."""
+    scaling = _of_nodes(job)
     manager = WorkerManager(scaling, now)
     for change in event.changes:
         manager.change(change)
@@ -119,8 +124,8 @@ def report(job: Job, event: ReportNodes, now: float, effects: Effects) -> Done:
 
 
 def awaited(job: Job, request: AwaitNodes) -> DesiredNodes | None:
-    """The answer to a long-poll; None: the list is the one that the sender has. Raises Stale."""
-    scaling = _scaling(job)
+    """The answer to a long-poll; None: the list is the one that the sender has. Raises Stale, BadRequest."""
+    scaling = _of_nodes(job)
     return desired(scaling) if scaling.number != request.after else None
 
 
@@ -131,22 +136,29 @@ def tick(job: Job, now: float, effects: Effects) -> None:
         return
     scaling.history, rollback = plan_verification.not_started(scaling.history, now)
     if not rollback.empty:
-        _carry_out(scaling, rollback, now)
+        _carry_out(job, scaling, rollback, now)
     _follow(job, scaling, now, effects)
 
 
-def _carry_out(scaling: JobScaling, plan: ResourcePlan, now: float) -> None:
+def _carry_out(job: Job, scaling: JobScaling, plan: ResourcePlan, now: float) -> None:
     """Make the nodes those of `plan`.
 
-    With cores other than before, what was measured is forgotten: it was the speed of other nodes.
+    What the nodes of before used says nothing about these. With cores other than before, the speeds of all numbers of
+    nodes are forgotten, too: they were those of other nodes.
     """
-    group = plan.node_group_resources.get(NodeType.WORKER.value)
-    if group is None:
-        return
-    before = scaling.worker_resource
-    WorkerManager(scaling, now).carry_out(group)
-    if (before.cpu, before.gpu_num) != (group.node_resource.cpu, group.node_resource.gpu_num):
-        scaling.statistics = JobStatistics()
+    before = _processors(has(job, scaling, now))
+    if job.ps is not None:
+        PSManager(job.ps, scaling, now).carry_out(plan)
+    elif (group := plan.node_group_resources.get(NodeType.WORKER.value)) is not None:
+        WorkerManager(scaling, now).carry_out(group)
+    same = _processors(has(job, scaling, now)) == before
+    scaling.statistics = JobStatistics((), scaling.statistics.measured if same else ())
+
+
+def _processors(plan: ResourcePlan) -> list[tuple[str, float, int]]:
+    """Of one node of each type."""
+    sizes = [(name, group.node_resource) for name, group in sorted(plan.node_group_resources.items())]
+    return [(name, size.cpu, size.gpu_num) for name, size in sizes]
 
 
 def show(job: Job, now: float) -> Plans:
@@ -156,17 +168,21 @@ def show(job: Job, now: float) -> Plans:
     return Plans(
         job=job.name,
         mode=scaling.mode,
+        ps=job.ps is not None,
         held=scaling.held,
-        nodes=desired(scaling).nodes,
+        nodes=_desired(job, scaling, now).nodes,
         plans=tuple(_views(scaling.history, now)),
         waits=_waits(scaling, now),
         speed=speeds[-1] if speeds else None,
-        problem=scaling.failure or scaling.problem,
+        problem=scaling.failure or scaling.problem or (job.ps.problem if job.ps is not None else ""),
     )
 
 
 def _follow(job: Job, scaling: JobScaling, now: float, effects: Effects) -> DesiredNodes:
     """What follows from a change: missing nodes, a message to what starts them, a plan that is due."""
+    if job.ps is not None:
+        task_requests.tick(job, now, effects)
+        return _desired(job, scaling, now)
     WorkerManager(scaling, now).settle()
     effects.append(PlanDue(job=job.name))
     if scaling.number != scaling.told:
@@ -174,6 +190,12 @@ def _follow(job: Job, scaling: JobScaling, now: float, effects: Effects) -> Desi
         effects.append(Wake(topic=nodes_topic(job.name)))
     arm(job, now, effects)
     return desired(scaling)
+
+
+def _desired(job: Job, scaling: JobScaling, now: float) -> DesiredNodes:
+    if job.ps is None:
+        return desired(scaling)
+    return DesiredNodes(job.ps.number, PSManager(job.ps, scaling, now).nodes(), job.ps.finished)
 
 
 def _scaling(job: Job) -> JobScaling:
@@ -185,28 +207,68 @@ def _scaling(job: Job) -> JobScaling:
     return job.scaling
 
 
-def _as_plan(scaling: JobScaling) -> ResourcePlan:
-    """What the job has; empty before its first plan."""
+def _of_nodes(job: Job) -> JobScaling:
+    """Of a job whose nodes are no tasks."""
+    scaling = _scaling(job)
+    if job.ps is not None:
+        raise BadRequest(f"The nodes of job {job.name!r} are tasks.", hint="AwaitTasks lists them.")
+    return scaling
+
+
+def has(job: Job, scaling: JobScaling, now: float) -> ResourcePlan:
+    """What the job has, as a plan; empty before its first plan."""
+    if job.ps is not None:
+        return ResourcePlan(PSManager(job.ps, scaling, now).groups())
     group = NodeGroupResource(scaling.workers, scaling.worker_resource)
     return ResourcePlan({NodeType.WORKER.value: group} if scaling.workers else {})
 
 
+def _with_sizes(plan: ResourcePlan, before: ResourcePlan) -> ResourcePlan:
+    """A group without a size keeps the one that it has."""
+    groups = dict(plan.node_group_resources)
+    for name, group in groups.items():
+        if group.node_resource == NodeResource() and (old := before.node_group_resources.get(name)) is not None:
+            groups[name] = NodeGroupResource(group.count, old.node_resource)
+    return ResourcePlan(groups, plan.node_resources)
+
+
 def _check(job: Job, plan: ResourcePlan) -> None:
-    kinds = {NodeType.WORKER.value}
-    if other := sorted(set(plan.node_group_resources) - kinds) or sorted(plan.node_resources):
+    """Raises BadRequest if the job has no such nodes."""
+    kinds = {NodeType.WORKER.value} if job.ps is None else {NodeType.PS.value, NodeType.WORKER.value}
+    tasks = {task.name for task in job.ps.tasks} if job.ps is not None else set[str]()
+    tasks |= {task.name for task in job.ps.out_of_memory} if job.ps is not None else set[str]()
+    groups, nodes = plan.node_group_resources, plan.node_resources
+    other = [*sorted(set(groups) - kinds), *sorted(set(nodes) - tasks)]
+    if other and job.ps is None:
         raise BadRequest(
             f"A plan for {other[0]!r}: job {job.name!r} has only workers, which all have one size.",
             hint="Give the number of workers, or the size of all of them.",
         )
+    if other:
+        raise BadRequest(
+            f"A plan for {other[0]!r}: job {job.name!r} has no such node.",
+            hint="Its types are ps and worker; its nodes are called by type and index, such as ps:0.",
+        )
+
+
+_BOUNDS = {
+    NodeType.WORKER.value: ("workers", "--min-workers and --max-workers"),
+    NodeType.PS.value: ("parameter servers", "--ps and --max-ps"),
+}
+"""In messages: what a group has, and the options that bound its number."""
 
 
 def _check_limits(job: Job, plan: ResourcePlan, limits: ResourceLimits) -> None:
-    group = plan.node_group_resources[NodeType.WORKER.value]
-    if not limits.min_workers <= group.count <= limits.max_workers:
-        raise BadRequest(
-            f"Job {job.name!r} may have {limits.min_workers} to {limits.max_workers} workers, not {group.count}.",
-            hint="Start it again with other --min-workers and --max-workers.",
-        )
+    """Raises BadRequest if a group has more or fewer nodes than it may have."""
+    for name, group in plan.node_group_resources.items():
+        servers = name == NodeType.PS.value
+        least, most = (limits.min_ps, limits.max_ps) if servers else (limits.min_workers, limits.max_workers)
+        what, options = _BOUNDS[name]
+        if not least <= group.count <= most:
+            raise BadRequest(
+                f"Job {job.name!r} may have {least} to {most} {what}, not {group.count}.",
+                hint=f"Start it again with other {options}.",
+            )
 
 
 def _views(history: PlanHistory, now: float) -> Iterator[PlanView]:

@@ -178,7 +178,8 @@ def made(
 def carried_out(
     history: PlanHistory, plan: ResourcePlan, now: float, reason: str, before: ResourcePlan = _EMPTY
 ) -> PlanHistory:
-    """A plan that is not compared is carried out now. It supersedes one that is not decided yet.
+    """A plan that is not compared is carried out now. It supersedes one that is not decided yet, and what was measured
+    before it says nothing about the next one.
 
     `before`: what the job had, as a plan, for people.
     """
@@ -187,7 +188,8 @@ def carried_out(
     record = PlanRecord(
         number, now, plan, reason, None, restores=before, outcome=PlanOutcome.CARRIED_OUT, since=now
     )  # fmt: skip
-    return msgspec.structs.replace(history, records=(*history.records, record)[-RECORDS:], made=number)
+    records = (*history.records, record)[-RECORDS:]
+    return msgspec.structs.replace(history, records=records, made=number, nodes=(), speeds=())
 
 
 def superseded(history: PlanHistory, why: str, now: float) -> PlanHistory:

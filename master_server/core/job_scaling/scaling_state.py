@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from dlrover_hooks.master.core.job_scaling.job_statistics import JobStatistics
-from dlrover_hooks.master.core.job_scaling.plan_verification import PlanHistory
+from dlrover_hooks.master.core.job_scaling.plan_verification import PlanHistory, PlanOutcome
 from dlrover_hooks.protocol import (
     DesiredNodes,
     Node,
@@ -44,7 +44,7 @@ class NodeRecord(msgspec.Struct):
 
 
 class JobScaling(msgspec.Struct):
-    """All of it. Times are seconds by the clock of `now`."""
+    """All of it. Times are seconds by the clock of `now`. The tasks of parameter server jobs are in `ps_clusters`."""
 
     mode: ScalingMode
     limits: ResourceLimits
@@ -86,10 +86,12 @@ class JobScaling(msgspec.Struct):
 
     @property
     def due(self) -> float:
-        """When the next node that has not started is given up; infinity: never."""
+        """When the next node, or a plan, is given up because it has not started; infinity: never."""
         if self.finished:
             return math.inf
-        starting = (node.since for node in self.nodes if node.status is NodeStatus.INITIAL)
+        starting = [node.since for node in self.nodes if node.status is NodeStatus.INITIAL]
+        if (plan := self.history.open) is not None and plan.outcome is PlanOutcome.STARTING:
+            starting.append(plan.since)
         return min(starting, default=math.inf) + self.history.pace.start_s
 
 

@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from dlrover_hooks.master.core.ps_clusters.task_states import ALIVE, TRANSITIONS, TaskEvent, TaskRecord, shown
-from dlrover_hooks.protocol import NodeResource, NodeStatus, NodeType, PSCluster, Tasks
+from dlrover_hooks.protocol import Node, NodeResource, NodeStatus, NodeType, PSCluster, Tasks
 
 Place = tuple[NodeType, int]
 
@@ -83,6 +83,10 @@ class PSClusters(msgspec.Struct):
     problem: str = ""
     resources: dict[str, NodeResource] = {}
     """Of new tasks: by the name of a task that was there before, else by type."""
+    planned: bool = False
+    """The master plans the tasks: one that was killed for memory is replaced once there is a plan for it."""
+    out_of_memory: tuple[Node, ...] = ()
+    """Tasks of a planned job that were killed for memory since the last plan, by their names."""
 
     @property
     def pending(self) -> bool:

@@ -160,12 +160,16 @@ def _begin(clusters: PSClusters, now: float) -> None:
 
 
 def _replace(clusters: PSClusters, now: float) -> None:
-    """Have one task INITIAL or RUNNING in each place; in the places of a planned change, a new one too."""
+    """Have one task INITIAL or RUNNING in each place; in the places of a planned change, a new one too.
+
+    A task that was killed for memory is not replaced before the plan for it: its successor would be killed likewise.
+    """
     expected = {task.place for task in clusters.tasks if task.status in EXPECTED}
+    killed = {task.name for task in clusters.out_of_memory}
     if (NodeType.CHIEF, 0) not in expected:
         add(clusters, (NodeType.CHIEF, 0))
     for place in _places(clusters.ps, clusters.workers):
-        if place not in expected:
+        if place not in expected and name_of(place) not in killed:
             add(clusters, place, now + clusters.within_s)
     growth = clusters.growth
     if growth is None:

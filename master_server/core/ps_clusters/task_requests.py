@@ -7,7 +7,7 @@ incarnation. Sent twice they have the effect of one.
 from __future__ import annotations
 
 from dlrover_hooks.errors import BadRequest, Conflict, Stale
-from dlrover_hooks.master.core.effects import Wake, cluster_topic, round_topic, tasks_topic, watch_topic
+from dlrover_hooks.master.core.effects import PlanDue, Wake, cluster_topic, round_topic, tasks_topic, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm
 from dlrover_hooks.master.core.ps_clusters import cluster_state, decisions
 from dlrover_hooks.master.core.ps_clusters.cluster_state import (
@@ -29,6 +29,7 @@ from dlrover_hooks.protocol import (
     EndTasks,
     Fenced,
     MigrateTask,
+    Node,
     NodeStatus,
     NodeType,
     PSCluster,
@@ -53,7 +54,13 @@ def scale(job: Job, event: ScaleTasks, now: float, effects: Effects) -> Tasks:
             raise _is_finished(job)
         return view(clusters)
     if event.only_first and job.ps is not None:
+        _end_planning(job, clusters)
         return view(clusters)
+    if clusters.planned:
+        raise BadRequest(
+            f"The tasks of job {job.name!r} are planned by this master.",
+            hint="Send ScaleNodes, or use dlrover-hooks scale.",
+        )
     now_has = view(clusters)
     ps = now_has.ps if event.ps is None else event.ps
     workers = now_has.workers if event.workers is None else event.workers
@@ -77,6 +84,11 @@ def scale(job: Job, event: ScaleTasks, now: float, effects: Effects) -> Tasks:
         clusters.number += 1
     _follow(job, clusters, now, effects)
     return view(clusters)
+
+
+def _end_planning(job: Job, clusters: PSClusters) -> None:
+    """The job was launched again without `--mode`."""
+    job.scaling, clusters.planned, clusters.out_of_memory = None, False, ()
 
 
 def migrate(job: Job, event: MigrateTask, now: float, effects: Effects) -> Tasks:
@@ -229,6 +241,9 @@ def fenced(job: Job, event: Fenced, now: float, effects: Effects) -> Done:
         return Done()
     done = task.type is NodeType.CHIEF and event.exit_code == 0 and task.status is not NodeStatus.INITIAL
     memory = ": it was killed for want of memory" if event.out_of_memory else ""
+    if memory and clusters.planned and task.type is not NodeType.CHIEF and not clusters.finished:
+        killed = Node(task.type, task.id, task.resource, task.name)
+        clusters.out_of_memory = (*clusters.out_of_memory, killed)
     _remove(job, clusters, task, f"it ended with exit code {event.exit_code}{memory}")
     if done:
         _finish(job, clusters, effects)
@@ -365,6 +380,8 @@ def _remove(job: Job, clusters: PSClusters, task: TaskRecord, reason: str) -> No
 
 def _finish(job: Job, clusters: PSClusters, effects: Effects) -> None:
     decisions.finish(clusters)
+    if job.scaling is not None:
+        job.scaling.finished = True
     job.finished, job.finished_step = True, job.finished_step or 0
     effects += [Wake(topic=topic(job.name)) for topic in (watch_topic, round_topic)]
 
@@ -372,5 +389,7 @@ def _finish(job: Job, clusters: PSClusters, effects: Effects) -> None:
 def _follow(job: Job, clusters: PSClusters, now: float, effects: Effects) -> None:
     """Settle, then wake all requests that wait for tasks or versions: each looks whether it has an answer."""
     decisions.settle(clusters, now)
+    if clusters.planned:
+        effects.append(PlanDue(job=job.name))
     effects += [Wake(topic=topic(job.name)) for topic in (tasks_topic, cluster_topic)]
     arm(job, now, effects)

@@ -104,7 +104,7 @@ def test_an_impossible_amount_is_refused(name: str, value: Any) -> None:
     [
         ("min_workers 3, max_workers 2", {"min_workers": 3, "max_workers": 2}),
         ("min_workers 0", {"min_workers": 0}),
-        ("max_ps is 0", {"max_ps": 0}),
+        ("min_ps 1, max_ps 0", {"max_ps": 0}),
         ("0 cores", {"cpu": 0}),
         ("too little for 9 workers", {"min_workers": 9}),
         ("too little for 5 workers", {"min_workers": 5, "memory": 4096}),
