@@ -54,7 +54,7 @@ def scale(
     """
     try:
         asked = job_master(job, master, token, tasks=True)
-        change = Change(ps, workers, _task(migrate) if migrate else None, release, timeout)
+        change = ScaleRequest(ps, workers, _task(migrate) if migrate else None, release, timeout)
         with asking("scale", asked.master, asked.token) as client:
             kind = JobKind(asked.planned, asked.tasks) if master is None else _kind(client, asked.job)
             _check_fits(asked.job, change, kind)
@@ -72,7 +72,7 @@ def scale(
         sys.exit(_FAILED)
 
 
-class Change(NamedTuple):
+class ScaleRequest(NamedTuple):
     """What the command line asks for."""
 
     ps: int | None
@@ -98,7 +98,7 @@ def _kind(client: MasterClient, job: str) -> JobKind:
         return JobKind(False, True)
 
 
-def _check_fits(job: str, change: Change, kind: JobKind) -> None:
+def _check_fits(job: str, change: ScaleRequest, kind: JobKind) -> None:
     """Raises UsageError if this kind of job does not have what is to be changed."""
     if not kind.tasks and (change.ps is not None or change.moved is not None):
         raise UsageError(f"job {job} has no parameter servers", hint="give --workers or --release")
@@ -106,7 +106,7 @@ def _check_fits(job: str, change: Change, kind: JobKind) -> None:
         raise UsageError("--release is for a job that was started with --mode", hint="leave it out")
 
 
-def _send(client: MasterClient, job: str, change: Change, *, planned: bool) -> None:
+def _send(client: MasterClient, job: str, change: ScaleRequest, *, planned: bool) -> None:
     """Send what is asked for, if anything is."""
     from dlrover_hooks import protocol as p
 
