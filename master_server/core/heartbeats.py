@@ -81,10 +81,13 @@ class LivenessLease(msgspec.Struct):
 
 
 class KeptVitals(msgspec.Struct, frozen=True):
-    """See `node_vitals`. `at`: when it arrived."""
+    """See `node_vitals`. `at`: when it arrived. `core_s`: core-seconds of each process tree since its first report, by
+    incarnation.
+    """
 
     report: NodeVitals
     at: float
+    core_s: dict[str, float] = {}
 
 
 class Furthest(msgspec.Struct):

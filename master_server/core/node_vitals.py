@@ -19,22 +19,35 @@ from dlrover_hooks.protocol import (
     NodeVitals,
     RankUse,
     TaskUse,
+    WorkerProcesses,
 )
 
 EVERY_S = 5.0
-"""Interval of the reports."""
+"""Interval of the reports. In a job whose plans follow each other fast, half of a window."""
 
 
 def accepted(job: Job, report: NodeVitals) -> NextVitals:
     """The reply to a report. Raises Stale if the node, or the agent, is not one of the job's."""
     if _has_tasks(job) or (rendezvous.knows(job.rounds, report.incarnation) and _belongs(job, report.node)):
-        return NextVitals(EVERY_S)
+        window_s = job.scaling.history.pace.window_s if job.scaling is not None else 2 * EVERY_S
+        return NextVitals(min(EVERY_S, window_s / 2))
     raise Stale(f"Node {report.node!r} has no workers in job {job.name!r}.", hint=rendezvous.REJOIN)
 
 
 def keep(nodes: Nodes, report: NodeVitals, now: float) -> None:
     """Replace the node's last report by this one, which was accepted."""
-    nodes.reports.setdefault(report.job, {})[report.node] = KeptVitals(report, now)
+    kept = nodes.reports.setdefault(report.job, {})
+    before, core_s = kept.get(report.node), dict[str, float]()
+    for tree in trees(report):
+        known = before.core_s.get(tree.incarnation) if before is not None else None
+        more = tree.cpu_percent / 100 * (now - before.at) if before is not None else 0.0
+        core_s[tree.incarnation] = 0.0 if known is None else known + more
+    kept[report.node] = KeptVitals(report, now, core_s)
+
+
+def trees(report: NodeVitals) -> list[WorkerProcesses]:
+    """Of the workers, and of the launcher with the keeper and the standbys."""
+    return [*report.workers, *([report.launcher] if report.launcher is not None else [])]
 
 
 def parted(nodes: Nodes, job: Job, incarnation: str) -> None:

@@ -3,7 +3,8 @@
 Each shard adds 1 to its own place in `seen`, so the variables say how often each was applied. It appends to LIVES a
 line for each step, and a last one with what the model holds. At the steps of `holds` it waits for the file `go-STEP`,
 and with `holds_end` for `go-end` before it reads the model. Shard `hangs_at` reads the file `gate`, and fails
-if it is not empty.
+if it is not empty. `ballast_mib`: of a variable that is in no checkpoint; each step has the servers compute with it, if
+the job `works`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.waiting import until
 PLAN: dict[str, Any] = {
     "samples": 1200, "size": 2, "epochs": 1, "save_every": 50, "holds": [], "kind": "raw", "watchdog_s": 120.0,
     "max_reconnects": 10, "inflight": 16, "partition": True, "resume": "auto", "width": 8, "holds_end": False,
-    "hangs_at": -1, "gate": "",
+    "hangs_at": -1, "gate": "", "ballast_mib": 0, "works": False,
 }  # fmt: skip
 HOLD_S = 120.0
 RATE = 0.05
@@ -49,6 +50,8 @@ class Model:
         self.kept: dict[str, Any] = {"seen": self.seen}
         self.fails_at = plan.get("fails_at", -1)
         self.hangs_at, self.gate = plan["hangs_at"], plan["gate"]
+        self.works = plan["works"]
+        self.ballast = tf.Variable(tf.zeros((plan["ballast_mib"] << 18,)), name="ballast")
         width = plan["width"]
         if plan["kind"] == "raw":
             self.weights = tf.Variable(tf.ones((width, 4)), name="weights")
@@ -71,6 +74,9 @@ class Model:
             tf.debugging.assert_equal(length, 0, "connection refused")  # as if its worker was lost
         x = tf.random.stateless_normal((self.size, 8), tf.stack([number, 7]))
         loss = self.raw(x) if not hasattr(self, "keras") else self.strategy.run(self.fitted, args=(x,))
+        for part in parts_of(self.ballast) if self.works else ():
+            with tf.device(part.device):
+                part.assign_add(tf.sqrt(tf.abs(part)))
         at = 0
         for part in parts_of(self.seen):
             part.assign_add(tf.one_hot(number - at, part.shape[0], dtype=tf.int32))

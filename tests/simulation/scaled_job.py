@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import events, heartbeats, job_registry
+from dlrover_hooks.master.core import events, heartbeats, job_registry, node_vitals
 from dlrover_hooks.master.core.effects import PlanDue
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.heartbeats import Nodes
@@ -247,5 +247,5 @@ class ScaledJob(PlannedJob):
             workers = (WorkerProcesses(life, 1, 90.0, 700 * MIB),)
             usage = CPUVitals(8, 1.0, (1.0, 1.0, 1.0)), MemoryVitals(1 << 34, 1 << 33), NetworkVitals(0.0, 0.0)
             report = NodeVitals(JOB, life, name, *usage, workers=workers)
-            self.nodes.reports.setdefault(JOB, {})[name] = heartbeats.KeptVitals(report, self.now)
+            node_vitals.keep(self.nodes, report, self.now)
         self.after(BEAT_S, self._beat)

@@ -9,7 +9,7 @@ import contextlib
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import heartbeats
+from dlrover_hooks.master.core import heartbeats, node_vitals
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters, find, live_chief
 from dlrover_hooks.master.core.ps_clusters.task_states import TaskRecord
 from dlrover_hooks.protocol import (
@@ -149,7 +149,7 @@ class ScaledPSJob(PlannedJob):
                 killed.append(task.id)
         usage = CPUVitals(8, 1.0, (1.0, 1.0, 1.0)), MemoryVitals(1 << 34, 1 << 33), NetworkVitals(0.0, 0.0)
         report = NodeVitals(JOB, "launcher", "here", *usage, workers=tuple(trees))
-        self.nodes.reports.setdefault(JOB, {})["here"] = heartbeats.KeptVitals(report, self.now)
+        node_vitals.keep(self.nodes, report, self.now)
         for number in killed[:1]:
             self.kill(number, out_of_memory=True)
         self.after(BEAT_S, self._beat)

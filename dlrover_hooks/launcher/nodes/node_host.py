@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import HooksError, MasterAway
+from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.launcher.failures.restart_budget import Over
+from dlrover_hooks.launcher.plan_log import PlanLog
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -48,8 +49,7 @@ class NodeHost:
         """Number of the scaler's last change that woke the main thread."""
         self._running, self._ended = set[str](), set[str]()
         """Names of nodes that were reported so."""
-        self._told: dict[int, str] = {}
-        """Outcome of each plan that was logged."""
+        self._plan_log = PlanLog(self._job, client)
         self._wake, self._wake_end = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._wake_end, False)
@@ -160,7 +160,7 @@ class NodeHost:
                 if found.number != self._wanted.number:
                     self._wanted = found
                     self._wake_up()
-                self._log_plans()
+                self._plan_log.look(_POLL_S)
             except MasterAway:
                 self._listener.stopping.wait(_AGAIN_S)
 
@@ -176,21 +176,6 @@ class NodeHost:
             os.write(self._wake_end, b".")
         except BlockingIOError:  # it is full: the main thread wakes anyway
             return
-
-    def _log_plans(self) -> None:
-        """Say what was planned, and what became of it."""
-        try:
-            found = self._client.call(p.ShowPlans(self._job), timeout_s=_POLL_S)
-        except HooksError:
-            return
-        for plan in found.plans:
-            if self._told.get(plan.number) == plan.outcome:
-                continue
-            if plan.number not in self._told:
-                log.info("job %s: plan %d: %s (%s)", self._job, plan.number, plan.what, plan.reason)
-            if plan.decided:
-                log.info("job %s: plan %d is %s: %s", self._job, plan.number, plan.outcome, plan.decided)
-            self._told[plan.number] = plan.outcome
 
 
 def _differs(node: p.Node, known: dict[str, p.Node]) -> bool:

@@ -15,11 +15,14 @@ from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.child_process import described
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
+from dlrover_hooks.launcher.plan_log import PlanLog
 from dlrover_hooks.launcher.tasks.task_processes import EndedTask, TaskProcesses, task_name
 from dlrover_hooks.protocol import AGAIN
 
 log = logging.getLogger("dlrover_hooks.run")
 _POLL_S = 20.0
+_PLANS_S = 5.0
+"""What became of a plan does not change the tasks, so it is looked for as often."""
 _AGAIN_S = 0.5
 _TURN_S, _SOON_S = 1.0, 0.02
 _CLOSE_S = 2.0
@@ -66,6 +69,9 @@ class TaskSupervisor:
         self._list = p.Tasks()
         self._started, self._gone = set[int](), set[int]()
         """Ids of tasks: started here; reported as gone. The list may be older than both."""
+        planned = isinstance(first, p.StartScaling)
+        self._plan_log = PlanLog(job, client) if planned else None
+        self._poll_s = _PLANS_S if planned else _POLL_S
         self._wake, self._wake_end = os.pipe()
         os.set_blocking(self._wake, False)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -188,7 +194,9 @@ class TaskSupervisor:
 
     def _listen(self) -> None:
         while not self._listener.stopping.is_set():
-            request = p.AwaitTasks(self._job, self._client.incarnation, self._list.number, _POLL_S)
+            if self._plan_log is not None:
+                self._plan_log.look(_POLL_S)
+            request = p.AwaitTasks(self._job, self._client.incarnation, self._list.number, self._poll_s)
             try:
                 found: p.Tasks = self._client.call(request, timeout_s=2 * _POLL_S)
             except MasterAway:

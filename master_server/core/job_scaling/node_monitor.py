@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover_hooks.master.core.heartbeats import Nodes
+from dlrover_hooks.master.core.heartbeats import KeptVitals, Nodes
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling
+from dlrover_hooks.master.core.node_vitals import trees
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters, find, live_chief
 from dlrover_hooks.protocol import (
     JobSample,
@@ -14,7 +15,6 @@ from dlrover_hooks.protocol import (
     NodeSample,
     NodeStatus,
     NodeType,
-    NodeVitals,
     WorkerProcesses,
 )
 
@@ -29,34 +29,48 @@ class _StepSeen(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """A node, and which life of it: another process in its place is another node."""
+    """A node at one time. `life`: of its processes; others in their place are another node. `core_s`: core-seconds that
+    they have used until the report that arrived `at`; `memory`: MiB then."""
 
     life: str
-    node: NodeSample
+    name: str
+    type: NodeType
+    resource: NodeResource
+    core_s: float
+    memory: int
+    at: float
+
+    def since(self, began: _Measured) -> NodeSample:
+        """What it has used since then."""
+        cpu = (self.core_s - began.core_s) / (self.at - began.at)
+        return NodeSample(self.name, self.type, self.resource, max(0.0, cpu), max(self.memory, began.memory))
 
 
 class NodeMonitor:
     """Measures one job, window after window."""
 
     def __init__(self) -> None:
-        self._lives: list[tuple[str, str, NodeResource]] = []
-        self._began = _StepSeen(0, 0.0)
+        self._began: list[_Measured] = []
+        self._step = _StepSeen(0, 0.0)
 
     def sample(self, known: Nodes, job: Job, scaling: JobScaling) -> JobSample | None:
-        """What was measured since the last call.
+        """What was measured since the last sample.
 
-        None, and a new window begins: the nodes changed within this one, no step was reported, a node has not reported
-        what it uses, or the job's processes were started again.
+        None, and a new window begins: the nodes changed within this one, no step was reported, or the job's processes
+        were started again. None, and the window goes on: a node has not reported since it began.
         """
         found = _tasks(known, job, job.ps) if job.ps is not None else _nodes(known, job, scaling)
-        progress = _progress(known, job)
-        before, began = self._lives, self._began
-        self._lives, self._began = [(one.life, one.node.name, one.node.config_resource) for one in found], progress
-        if not found or self._lives != before or not began.step or progress.step < began.step:
+        progress, before, step = _progress(known, job), self._began, self._step
+        same = bool(found) and [one[:4] for one in found] == [one[:4] for one in before]
+        same = same and 0 < step.step <= progress.step
+        if same and any(one.at <= began.at for one, began in zip(found, before, strict=True)):
             return None
-        seconds = progress.at - began.at
-        nodes = tuple(one.node for one in found)
-        return JobSample((progress.step - began.step) / seconds if seconds > 0 else 0.0, nodes)
+        self._began, self._step = found, progress
+        if not same:
+            return None
+        seconds = progress.at - step.at
+        nodes = tuple(one.since(began) for one, began in zip(found, before, strict=True))
+        return JobSample((progress.step - step.step) / seconds if seconds > 0 else 0.0, nodes)
 
 
 def _progress(known: Nodes, job: Job) -> _StepSeen:
@@ -85,8 +99,7 @@ def _nodes(known: Nodes, job: Job, scaling: JobScaling) -> list[_Measured]:
         if record.status is NodeStatus.RUNNING and node.name in training:
             if (kept := reports.get(node.name)) is None:
                 return []
-            used = _used(_trees(kept.report))
-            found.append(_Measured("", NodeSample(node.name, NodeType.WORKER, node.config_resource, *used)))
+            found.append(_measured(node.name, NodeType.WORKER, node.config_resource, kept, trees(kept.report)))
     return found
 
 
@@ -96,22 +109,20 @@ def _tasks(known: Nodes, job: Job, clusters: PSClusters) -> list[_Measured]:
     if version is None or clusters.pending or clusters.void:
         return []
     reports = known.reports.get(job.name, {}).values()
-    trees = {tree.incarnation: tree for kept in reports for tree in kept.report.workers}
+    by_task = {tree.incarnation: (kept, tree) for kept in reports for tree in kept.report.workers}
     for number in (*version.ps, *version.workers):
         task = find(clusters, number)
-        if task is None or task.incarnation not in trees:
+        if task is None or task.incarnation not in by_task:
             return []
-        used = _used([trees[task.incarnation]])
-        found.append(_Measured(task.incarnation, NodeSample(task.name, task.type, task.resource, *used)))
+        kept, tree = by_task[task.incarnation]
+        found.append(_measured(task.name, task.type, task.resource, kept, [tree]))
     return found
 
 
-def _trees(report: NodeVitals) -> list[WorkerProcesses]:
-    """Of the workers, the launcher, the keeper and the standbys."""
-    return [*report.workers, *([report.launcher] if report.launcher is not None else [])]
-
-
-def _used(trees: list[WorkerProcesses]) -> tuple[float, int]:
-    """Cores and MiB. Memory that processes share counts for each of them, so a limit above that is too high rather than
-    too low."""
-    return sum(tree.cpu_percent for tree in trees) / 100, sum(tree.memory_bytes for tree in trees) // MIB
+def _measured(
+    name: str, kind: NodeType, resource: NodeResource, kept: KeptVitals, of_node: list[WorkerProcesses]
+) -> _Measured:
+    """Memory that processes share counts for each of them, so a limit above that is too high rather than too low."""
+    names = sorted(tree.incarnation for tree in of_node)
+    core_s, memory = sum(kept.core_s[one] for one in names), sum(tree.memory_bytes for tree in of_node) // MIB
+    return _Measured(" ".join(names), name, kind, resource, core_s, memory, kept.at)
