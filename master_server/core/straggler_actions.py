@@ -2,8 +2,9 @@
 
 A restart of one process helps against what is wrong with it alone, such as leaked memory or a core that it shares. A
 slow machine stays slow, so a place is restarted once. Fewer micro-batches help whatever the cause is, in a new round of
-the same processes. All actions together have a budget, so that a false alarm, or a script whose ranks differ in their
-work, cannot cause restarts without end.
+the same processes. Where the master plans the nodes, it replaces a node instead of excluding it, and also one whose
+rank cannot run fewer micro-batches. All actions together have a budget, so that a false alarm, or a script whose ranks
+differ in their work, cannot cause restarts without end.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ def response(job: Job, slow: SlowRank, now: float) -> Response:
     balance = None
     if policy is StragglerPolicy.REBALANCE:
         balance = micro_batch_shares.rebalance(slow.windows, member.rank, slow.phase, factor=FACTOR, least=SHARE)
-        if isinstance(balance, str):
+        if isinstance(balance, str) and not plans_nodes(job):
             return Response(f". {balance}")
+        if isinstance(balance, str):
+            balance, policy = None, StragglerPolicy.EXCLUDE
     if before.count and (passed_s := now - before.at) < COOLDOWN_S:
         return Response(f". Nothing is done yet: the last such action was {passed_s:.0f} s ago ({COOLDOWN_S:.0f} s)")
     spent = f" ({before.count + 1} of {MOST_ACTIONS} actions because of slow ranks)"
@@ -72,7 +75,7 @@ def response(job: Job, slow: SlowRank, now: float) -> Response:
     if policy is StragglerPolicy.EXCLUDE:
         others = current.at[member.node]
         names += [name for name in others if name != member.incarnation and current.members[name].live]
-        what = f"Excluding node {member.node}"
+        what = f"{'Replacing' if plans_nodes(job) else 'Excluding'} node {member.node}"
     return Response(f". {what}{spent}", EndSlow(job.name, current.number, tuple(names), policy, reason))
 
 
@@ -87,6 +90,8 @@ def obstacle(job: Job, current: Round, member: Member, policy: StragglerPolicy) 
     if policy is StragglerPolicy.RELAUNCH:
         again = _place(member) in job.slow.places
         return "It is not restarted: it was slow before, and a restart did not help" if again else ""
+    if plans_nodes(job):  # another node takes its place
+        return ""
     if member.node == job.served_at:
         return f"Node {member.node} is not excluded: it serves the master, which would end with it"
     left = sum(one.live and one.node != member.node for one in current.members.values())
@@ -95,6 +100,11 @@ def obstacle(job: Job, current: Round, member: Member, policy: StragglerPolicy) 
         remain = "1 worker would remain" if left == 1 else f"{left} workers would remain"
         return f"Node {member.node} is not excluded: {remain}, and the job needs {job.rounds.min_workers}"
     return ""
+
+
+def plans_nodes(job: Job) -> bool:
+    """The master plans the nodes of this job, so it can have one replaced."""
+    return job.scaling is not None and not job.scaling.finished
 
 
 def no_reshare(job: Job, current: Round, member: Member) -> bool:

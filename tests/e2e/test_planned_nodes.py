@@ -197,7 +197,9 @@ def test_a_brain_that_is_away_and_a_master_that_is_killed_do_not_stop_the_job(
     ("flags", "said"),
     [
         (("--mode", "manual", "--nnodes", "2"), "the master plans how many nodes there are"),
-        (("--mode", "manual", "--ps", "1"), "the master plans how many nodes there are"),
+        (("--mode", "manual", "--ps", "1", "--workers", "2"), "the master plans how many workers there are"),
+        (("--mode", "manual", "--max-ps", "2"), "--max-ps is for jobs with parameter servers"),
+        (("--mode", "manual", "--ps", "3", "--max-ps", "2"), "min_ps 3, max_ps 2"),
         (("--mode", "manual", "--min-workers", "3", "--max-workers", "2"), "min_workers 3, max_workers 2"),
         (("--mode", "manual", "--max-cpu", "1", "--min-workers", "4"), "too little for 4 workers"),
         (("--mode", "cluster"), "--mode cluster and --brain need each other"),

@@ -123,6 +123,13 @@ def report(job: Job, event: ReportNodes, now: float, effects: Effects) -> Done:
     return Done()
 
 
+def replace(job: Job, node: str, reason: str, now: float, effects: Effects) -> None:
+    """Another node takes the place of this one, because of `reason`. Nothing happens if the job does not have it."""
+    scaling = _scaling(job)
+    WorkerManager(scaling, now).replace(node, reason)
+    _follow(job, scaling, now, effects)
+
+
 def awaited(job: Job, request: AwaitNodes) -> DesiredNodes | None:
     """The answer to a long-poll; None: the list is the one that the sender has. Raises Stale, BadRequest."""
     scaling = _of_nodes(job)

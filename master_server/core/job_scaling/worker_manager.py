@@ -59,6 +59,13 @@ class WorkerManager:
         if not node.is_released and not self._scaling.finished:
             self._ended(node, change, change.exit)
 
+    def replace(self, name: str, reason: str) -> None:
+        """Release a node; `settle` starts another one. It counts as no failure."""
+        for node in self._scaling.present:
+            if node.shown.name == name:
+                self._release(node)
+                self._scaling.problem = f"{name} was replaced: {reason}"
+
     def settle(self) -> None:
         """Start what is missing, and give up what did not start in time."""
         scaling = self._scaling

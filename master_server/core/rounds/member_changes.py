@@ -33,7 +33,7 @@ from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignme
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
 from dlrover_hooks.master.core.rounds.members import SLOW, STALLED
 from dlrover_hooks.master.core.rounds.rendezvous import Rounds
-from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase
+from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase, StragglerPolicy
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
@@ -155,6 +155,10 @@ def end_slow(job: Job, event: EndSlow, now: float, effects: Effects) -> Done:
         return Done()
     member = current.members.get(event.incarnations[0])
     if member is None or not member.live or straggler_actions.obstacle(job, current, member, event.policy):
+        return Done()
+    if event.policy is StragglerPolicy.EXCLUDE and straggler_actions.plans_nodes(job):
+        job.slow = straggler_actions.counted(job.slow, now)
+        plan_requests.replace(job, member.node, event.reason, now, effects)
         return Done()
     job.slow = straggler_actions.noted(job.slow, member, event, now)
     for incarnation in event.incarnations:

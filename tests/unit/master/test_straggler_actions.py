@@ -25,17 +25,28 @@ from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.straggler_actions import COOLDOWN_S
 from dlrover_hooks.protocol import (
     Attach,
+    AwaitNodes,
     Departure,
+    DesiredNodes,
     JobView,
     Join,
     Leave,
     Message,
+    NodeChange,
+    NodeGroupResource,
+    NodeStatus,
     Phase,
     Preempt,
     RankShare,
+    ReportNodes,
+    ResourceLimits,
+    ResourcePlan,
+    ScaleNodes,
+    ScalingMode,
     Seat,
     Shares,
     ShowJob,
+    StartScaling,
     StepPhase,
     StepPhases,
     StragglerPolicy,
@@ -238,6 +249,48 @@ def test_a_slow_node_is_excluded_with_all_its_ranks_and_the_reason() -> None:
         ranks.send(ranks.request(node, 6))
     assert {member.node for member in ranks.members().values()} == {"a", "c"}
     assert ranks.job.failures == 0
+
+
+class PlannedRound(SlowRound):
+    """A round of two nodes that the master plans, and no fewer."""
+
+    def __init__(self, total: int = 0) -> None:
+        self.total = total
+        super().__init__("worker-0", "worker-1", least=4, serves="")
+
+    def form(self, *nodes: str, serves: str = "", **more: Any) -> None:
+        limits = ResourceLimits(8, 8192, min_workers=2, max_workers=2)
+        self.send(StartScaling("job", "launcher", ScalingMode.MANUAL, limits))
+        self.send(ScaleNodes("job", "cli", ResourcePlan({"worker": NodeGroupResource(2)})))
+        self.send(ReportNodes("job", "launcher", tuple(NodeChange(node) for node in nodes)))
+        super().form(*nodes, serves=serves, **more)
+
+    def planned(self) -> list[tuple[str, NodeStatus]]:
+        reply = views.query(self.state, self.nodes, AwaitNodes("job", "launcher"))
+        assert isinstance(reply, DesiredNodes)
+        return [(node.name, node.status) for node in reply.nodes]
+
+
+def test_where_nodes_are_planned_another_one_takes_the_place_of_the_slow_one() -> None:
+    """Though the job needs both. The old one leaves as one that a plan removes: its members are not declared dead."""
+    ranks = PlannedRound()
+    said = ranks.windows(EXCLUDE, 3)
+    assert action(said) == ["Replacing node worker-1 (1 of 3 actions because of slow ranks)"]
+    assert ranks.planned() == [("worker-0", NodeStatus.RUNNING), ("worker-2", NodeStatus.INITIAL)]
+    assert set(ranks.gone().values()) == {None}
+    assert ranks.job.scaling is not None
+    assert ranks.job.scaling.problem == f"worker-1 was replaced: {said[0].rpartition('. ')[0]}"
+    assert not ranks.job.scaling.failed_at
+
+
+def test_where_nodes_are_planned_a_slow_one_runs_fewer_micro_batches_and_is_replaced_if_it_cannot() -> None:
+    ranks = PlannedRound(total=16)
+    assert "it runs 1 of 16 in a step now, was 4" in ranks.windows(StragglerPolicy.REBALANCE, 3)[0]
+    assert [name for name, _ in ranks.planned()] == ["worker-0", "worker-1"]
+    none_left = PlannedRound(total=4)
+    (said,) = none_left.windows(StragglerPolicy.REBALANCE, 3)
+    assert action([said]) == ["Replacing node worker-1 (1 of 3 actions because of slow ranks)"]
+    assert [name for name, _ in none_left.planned()] == ["worker-0", "worker-2"]
 
 
 def test_an_excluded_node_that_is_launched_again_is_taken_back() -> None:
