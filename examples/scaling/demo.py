@@ -19,7 +19,7 @@ parser.add_argument(
     "--out", type=Path, default="build/demo-scaling/scaling.png", help="with a .csv and a .log beside it"
 )
 parser.add_argument("--decided", type=int, default=3, help="plans that are kept or rolled back before the run ends (3)")
-parser.add_argument("--more", type=int, default=250, help="steps after the last of them (250)")
+parser.add_argument("--more", type=int, default=400, help="steps after the last of them (400)")
 options, more_flags = parser.parse_known_args()
 FLAGS = ["--mode", "single-job", "--max-workers", "4", "--max-cpu", "4", "--plan-window", "5s", *more_flags]
 JOB, HOOKS = f"demo-scaling-{os.getpid()}", [sys.executable, "-m", "dlrover_hooks"]

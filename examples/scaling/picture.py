@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 COLOURS = {"kept": "tab:green", "rolled back": "tab:red"}
 BARS = 100
 """At most, of at least a second each."""
+LINE = 0.24
+"""Of the list of plans, in inches."""
 
 
 def draw(rows: list[list[float]], plans: list[dict], batch: int, title: str, out: Path) -> None:
@@ -16,23 +18,28 @@ def draw(rows: list[list[float]], plans: list[dict], batch: int, title: str, out
     rows: of each step the time, its number, the workers that made it, the loss. plans: as `dlrover-hooks plans --json`
     shows them, each with the times `made` and `settled`. batch: samples of a step.
     """
-    start = plans[0]["made"]
+    start, height = plans[0]["made"], 5.85 + LINE * len(plans)
     times, end = [row[0] - start for row in rows], rows[-1][0] - start
     bars = max(1, min(BARS, int(end)))
-    figure, (speed, nodes) = plt.subplots(2, sharex=True, figsize=(10, 6), height_ratios=(2, 1))
+    figure, (speed, nodes) = plt.subplots(2, sharex=True, figsize=(10, height), height_ratios=(2, 1))
+    figure.subplots_adjust(left=0.09, right=0.97, top=4.8 / height, bottom=0.55 / height, hspace=0.08)
     speed.hist(times, bars, (0, end), weights=[batch * bars / end] * len(times), color="tab:blue", alpha=0.7)
     speed.set(xlim=(0, end), ylabel=f"samples per second (means of {end / bars:.1f} s)")
     draw_workers(nodes, times, [row[2] for row in rows])
-    for plan in plans:
-        colour = COLOURS.get(plan["outcome"], "dimgray")
-        made, settled = plan["made"] - start, plan["settled"] - start
+    for at, plan in enumerate(plans):
+        colour, made = COLOURS.get(plan["outcome"], "dimgray"), plan["made"] - start
         for axis in (speed, nodes):
             axis.axvline(made, color=colour, linestyle="--", linewidth=1)
             if plan["outcome"] in COLOURS:
-                axis.axvspan(made, settled, color=colour, alpha=0.15, linewidth=0)
-        label(speed, plan, batch, made, colour)
-    figure.suptitle(title, y=0.96)
-    figure.subplots_adjust(left=0.09, right=0.97, top=0.76, bottom=0.08, hspace=0.08)
+                axis.axvspan(made, plan["settled"] - start, color=colour, alpha=0.15, linewidth=0)
+        badge = {"boxstyle": "circle", "facecolor": colour, "edgecolor": "white"}
+        style = {"ha": "center", "color": "white", "size": 8, "weight": "bold", "bbox": badge}
+        place = ("data", "axes fraction")  # those of two plans made at once are above each other
+        speed.annotate(f"{plan['number']}", (made, 1), (0, 10 + 18 * (at % 2)), place, "offset points", **style)
+        columns = f"plan {plan['number']}", f"after {made:.0f} s", plan["what"], verdict(plan, batch)
+        for left, text in zip((0.09, 0.15, 0.24, 0.6), columns, strict=True):
+            figure.text(left, 1 - (0.55 + LINE * at) / height, text, color=colour, size=9)
+    figure.suptitle(title, y=1 - 0.15 / height)
     figure.savefig(out, dpi=120)
 
 
@@ -48,12 +55,8 @@ def draw_workers(axis: Axes, times: list[float], workers: list[float]) -> None:
             axis.text(middle, workers[at] + 0.1, f"{workers[at]:g}", ha="center", weight="bold")
 
 
-def label(axis: Axes, plan: dict, batch: int, made: float, colour: str) -> None:
-    """Above the axis, in one of three rows, so that the labels of plans that follow each other closely do not meet."""
-    words = f"plan {plan['number']}: {plan['what']}: {plan['outcome']}"
-    if plan["outcome"] in COLOURS:
-        words += f", {batch * plan['before']:.0f} → {batch * plan['measured']:.0f} samples/s"
-    row, place = 1.04 + 0.085 * (-plan["number"] % 3), axis.get_xaxis_transform()
-    side = "left" if made < 0.6 * axis.get_xlim()[1] else "right"
-    axis.plot([made, made], [1, row + 0.05], color=colour, linestyle="--", linewidth=1, transform=place, clip_on=False)
-    axis.text(made, row, f" {words} ", color=colour, ha=side, fontsize=9, transform=place)
+def verdict(plan: dict, batch: int) -> str:
+    """What became of it, with the speeds that decided that."""
+    if plan["outcome"] not in COLOURS:
+        return plan["outcome"]
+    return f"{plan['outcome']}: {batch * plan['before']:.0f} → {batch * plan['measured']:.0f} samples/s"
