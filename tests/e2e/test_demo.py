@@ -1,7 +1,10 @@
-"""The demo on a small scale, and its judgement: it must notice a broken promise."""
+"""The demos on a small scale, and the judgement of the first one: it must notice a broken promise."""
 
 import importlib.util
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,9 @@ from types import ModuleType
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
+from tests.ranks import ROOT, left_of
+
+DEMO = ROOT / "examples" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +72,31 @@ def test_the_evidence_sees_what_was_lost_or_repeated(
 ) -> None:
     run = evidence.Run(written(tmp_path / "records", lives)).read()
     assert evidence.visited_exactly_once(run, epochs=1, windows=6, workers=1) is kept
+
+
+@pytest.mark.slow
+def test_the_scaling_demo_grows_and_loses_no_step(tmp_path: Path) -> None:
+    """It ends once a plan is decided: from one worker to two, each step once, and a picture of it."""
+    picture = tmp_path / "scaling.png"
+    pace = ["--decided", "1", "--more", "0", "--plan-window", "500ms", "--max-workers", "2", "--standby", "0"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
+    env |= {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path), "MPLBACKEND": "agg"}
+    command = [sys.executable, str(ROOT / "examples/scaling/demo.py"), "--out", str(picture), *pace]
+    with (tmp_path / "said.txt").open("wb") as output:
+        demo = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = demo.wait(240)
+        finally:
+            if demo.poll() is None:  # with its launcher, and so with all nodes
+                os.killpg(demo.pid, signal.SIGKILL)
+                demo.wait()
+    said, log = (tmp_path / "said.txt").read_text(), picture.with_suffix(".log").read_text()
+    assert code == 0, said + log
+    rows = [line.split(",") for line in picture.with_suffix(".csv").read_text().splitlines()]
+    assert [int(row[1]) for row in rows] == list(range(1, len(rows) + 1)), log
+    assert {int(row[2]) for row in rows} == {1, 2}, said
+    assert re.search(r"^plan 3, worker 1 -> 2 .*: (kept|rolled back)$", said, re.M), said
+    assert f"1 to 2 workers, {len(rows)} steps, 0 missing, 0 made twice; plans decided: 1" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+    assert left_of(f"demo-scaling-{demo.pid}") == []
