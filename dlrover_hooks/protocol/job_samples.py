@@ -14,7 +14,7 @@ _MOST_MEMORY = 1 << 40
 
 
 class NodeSample(msgspec.Struct, frozen=True):
-    """One node: what it has, and of that how many CPU cores (mean) and MiB (highest) it used.
+    """One node: what it has, and of that how many CPU cores it used (mean), and MiB (highest since it was started).
 
     Raises `UsageError` if an amount is negative, not a finite number, or more MiB than any machine has.
     """

@@ -81,13 +81,14 @@ class LivenessLease(msgspec.Struct):
 
 
 class KeptVitals(msgspec.Struct, frozen=True):
-    """See `node_vitals`. `at`: when it arrived. `core_s`: core-seconds of each process tree since its first report, by
-    incarnation.
+    """See `node_vitals`. `at`: when it arrived. Of each process tree since its first report, by incarnation: `core_s`,
+    core-seconds, and `most_bytes`, its highest memory.
     """
 
     report: NodeVitals
     at: float
-    core_s: dict[str, float] = {}
+    core_s: dict[str, float]
+    most_bytes: dict[str, int]
 
 
 class Furthest(msgspec.Struct):

@@ -37,12 +37,14 @@ def accepted(job: Job, report: NodeVitals) -> NextVitals:
 def keep(nodes: Nodes, report: NodeVitals, now: float) -> None:
     """Replace the node's last report by this one, which was accepted."""
     kept = nodes.reports.setdefault(report.job, {})
-    before, core_s = kept.get(report.node), dict[str, float]()
+    before, core_s, most_bytes = kept.get(report.node), dict[str, float](), dict[str, int]()
     for tree in trees(report):
-        known = before.core_s.get(tree.incarnation) if before is not None else None
-        more = tree.cpu_percent / 100 * (now - before.at) if before is not None else 0.0
-        core_s[tree.incarnation] = 0.0 if known is None else known + more
-    kept[report.node] = KeptVitals(report, now, core_s)
+        name, used, most = tree.incarnation, 0.0, 0
+        if before is not None and name in before.core_s:
+            used = before.core_s[name] + tree.cpu_percent / 100 * (now - before.at)
+            most = before.most_bytes[name]
+        core_s[name], most_bytes[name] = used, max(most, tree.memory_bytes)
+    kept[report.node] = KeptVitals(report, now, core_s, most_bytes)
 
 
 def trees(report: NodeVitals) -> list[WorkerProcesses]:

@@ -55,6 +55,7 @@ def set_workers(count: int, *, cpu: float = 0.0, release: bool = False) -> Scale
     return ScaleNodes(JOB, "cli", plan, release=release)
 
 
+@pytest.mark.requirement("SC-2", "SC-21")
 @pytest.mark.parametrize("speed", [scales_well, saturates, gets_slower])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_number_that_pays_is_found(speed: Speed, seed: int) -> None:

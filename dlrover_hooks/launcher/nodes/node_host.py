@@ -17,7 +17,8 @@ from dlrover_hooks.launcher.plan_log import PlanLog
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
 
 log = logging.getLogger("dlrover_hooks.run")
-_POLL_S = 20.0
+_POLL_S = 5.0
+"""What became of a plan may not change the nodes, so it is looked for as often."""
 _AGAIN_S = 0.5
 _TURN_S = 1.0
 _CLOSE_S = 2.0

@@ -19,6 +19,8 @@ from dlrover_hooks.protocol import (
 )
 
 MIB = 1 << 20
+NO_STEP = 6
+"""After so many windows without a step the job stands still, and does not only make long steps."""
 
 
 class _StepSeen(NamedTuple):
@@ -30,7 +32,7 @@ class _StepSeen(NamedTuple):
 
 class _Measured(NamedTuple):
     """A node at one time. `life`: of its processes; others in their place are another node. `core_s`: core-seconds that
-    they have used until the report that arrived `at`; `memory`: MiB then."""
+    they have used until the report that arrived `at`; `memory`: the highest MiB until then."""
 
     life: str
     name: str
@@ -43,7 +45,7 @@ class _Measured(NamedTuple):
     def since(self, began: _Measured) -> NodeSample:
         """What it has used since then."""
         cpu = (self.core_s - began.core_s) / (self.at - began.at)
-        return NodeSample(self.name, self.type, self.resource, max(0.0, cpu), max(self.memory, began.memory))
+        return NodeSample(self.name, self.type, self.resource, max(0.0, cpu), self.memory)
 
 
 class NodeMonitor:
@@ -56,14 +58,18 @@ class NodeMonitor:
     def sample(self, known: Nodes, job: Job, scaling: JobScaling) -> JobSample | None:
         """What was measured since the last sample.
 
-        None, and a new window begins: the nodes changed within this one, no step was reported, or the job's processes
-        were started again. None, and the window goes on: a node has not reported since it began.
+        None, and a new window begins: the nodes changed within this one, or the job's processes were started again.
+        None, and the window goes on: a node, or a new step, has not been reported since it began. Without a step for
+        `NO_STEP` windows the speed is 0.
         """
         found = _tasks(known, job, job.ps) if job.ps is not None else _nodes(known, job, scaling)
         progress, before, step = _progress(known, job), self._began, self._step
         same = bool(found) and [one[:4] for one in found] == [one[:4] for one in before]
         same = same and 0 < step.step <= progress.step
         if same and any(one.at <= began.at for one, began in zip(found, before, strict=True)):
+            return None
+        longest_s = NO_STEP * scaling.history.pace.window_s
+        if same and progress == step and found[0].at < before[0].at + longest_s:
             return None
         self._began, self._step = found, progress
         if not same:
@@ -124,5 +130,5 @@ def _measured(
 ) -> _Measured:
     """Memory that processes share counts for each of them, so a limit above that is too high rather than too low."""
     names = sorted(tree.incarnation for tree in of_node)
-    core_s, memory = sum(kept.core_s[one] for one in names), sum(tree.memory_bytes for tree in of_node) // MIB
+    core_s, memory = sum(kept.core_s[one] for one in names), sum(kept.most_bytes[one] for one in names) // MIB
     return _Measured(" ".join(names), name, kind, resource, core_s, memory, kept.at)

@@ -57,6 +57,13 @@ def test_single_nodes_of_a_resource_plan() -> None:
         resource_plan.check(["training-edljob-worker-1"])
 
 
+@pytest.mark.requirement("SC-32")
+def test_nodes_are_workers_servers_chiefs_evaluators_and_masters() -> None:
+    names = {NodeType.WORKER, NodeType.PS, NodeType.CHIEF, NodeType.EVALUATOR, NodeType.MASTER}
+    assert names == set(NodeType)
+    assert {kind.value for kind in names} == {"worker", "ps", "chief", "evaluator", "master"}
+
+
 @pytest.mark.requirement("SC-27")
 def test_the_group_of_a_scale_plan_is_that_of_the_workers() -> None:
     scale_plan = ScalePlan()
