@@ -257,6 +257,23 @@ def test_a_spare_node_takes_the_place_of_an_excluded_one(node: Callable[..., Lau
     each_step_has_its_batch(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(290)
+def test_a_planned_job_gets_another_node_for_a_slow_one(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    """It needs both nodes, and its ranks have no micro-batches to give away."""
+    (tmp_path / "slow").write_text("worker-1")
+    flags = ("--mode", "manual", "--min-workers", "2", "--max-workers", "2", "--max-cpu", "8", "--standby", "0")
+    job = launch(POLICIES, *flags, DLROVER_HOOKS_ON_STRAGGLER="rebalance")
+    assert job.says(" s. Replacing node worker-1 (1 of 3 actions because of slow ranks)", 120.0)
+    assert job.says("dlrover-hooks worker-2] ", 60.0)
+    trains_on(tmp_path, 2, 60)
+    (tmp_path / "end").touch()
+    code, said = job.end()
+    assert code == 0, said
+    assert "worker-1 ended" not in said, "a replacement is no failure"
+    each_step_has_its_batch(tmp_path)
+
+
 SHARED = """
     from pathlib import Path
 
