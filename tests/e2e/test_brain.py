@@ -20,12 +20,15 @@ from click.testing import CliRunner
 
 from dlrover_hooks.errors import BrainAway, Unauthorized, UsageError
 from dlrover_hooks.master.brain.__main__ import command as brain_command
+from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
 from dlrover_hooks.master.brain.client.brain_optimizer import BrainOptimizer
 from dlrover_hooks.master.brain.client.stats_reporter import StatsReporter
 from dlrover_hooks.master.brain.database.database import Database
 from dlrover_hooks.master.brain.database.tables import cluster_sample, job_sample, optimize_event, resource_plan
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.scaling import NodeType, OptimizeStage
-from dlrover_hooks.protocol import Node
+from dlrover_hooks.master.scaling.job_resource_optimizer import situation
+from dlrover_hooks.protocol import Node, ResourceLimits, ScalingMode, StartScaling
 from tests.brain_jobs import SIZE, sample, told
 from tests.disks import small_disk
 from tests.e2e.brain_process import BrainProcess, environment, plug_in
@@ -100,6 +103,20 @@ def test_a_master_gets_plans_and_its_statistics_are_kept(start: Start, url: str)
     asking.end_job(succeeded=True)
     asking.close()
     assert brain.end() == 0
+
+
+def test_a_master_asks_for_servers_where_the_job_has_them(start: Start) -> None:
+    """What the planning thread of a master asks, of a job in Cluster Mode."""
+    jobs, limits = BrainJobs(start().url, None), ResourceLimits(16, 1 << 16, min_ps=2)
+    for ps, kinds in ((True, {"ps": 2, "worker": 1}), (False, {"worker": 1})):
+        state = job_registry.Master()
+        request = StartScaling(f"job {ps}", "launcher", ScalingMode.CLUSTER, limits, ps=ps)
+        job_registry.apply(state, request, 1000.0)
+        job = state.jobs[f"job {ps}"]
+        assert job.scaling is not None
+        plan = jobs.optimizer(situation(job, job.scaling, 1000.0)).generate_opt_plan(OptimizeStage.CREATE)
+        assert {name: group.count for name, group in plan.node_group_resources.items()} == kinds
+    jobs.close()
 
 
 def test_a_master_that_was_started_again_goes_on_with_the_same_job(start: Start) -> None:

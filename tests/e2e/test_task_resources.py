@@ -43,6 +43,7 @@ threading.Event().wait()
 """,
 )
 SMALL = p.NodeResource(cpu=1.0, memory=96)
+FIRST = p.ScaleTasks("job", "launcher", 1, 1, only_first=True)
 
 
 class OneStandby:
@@ -85,9 +86,12 @@ def processes(live_master: LiveMaster) -> Iterator[TaskProcesses]:
 
 
 def supervisor(
-    processes: TaskProcesses, client: object, look: Callable[[], None], follow: Callable[[Mapping[str, int]], None]
+    processes: TaskProcesses,
+    client: object,
+    look: Callable[[], None],
+    follow: Callable[[Mapping[str, int]], None],
+    first: p.ScaleTasks | p.StartScaling = FIRST,
 ) -> TaskSupervisor:
-    first = p.ScaleTasks("job", "launcher", 1, 1, only_first=True)
     return TaskSupervisor(
         "job", first, client, processes, processes._selector, look, follow,  # type: ignore[arg-type]
         max_restarts=0, restart_window_s=3600.0,
@@ -150,6 +154,50 @@ def test_the_master_is_told_that_memory_was_the_reason(
     assert "it was killed for want of memory" in caplog.text
 
 
+def test_planned_tasks_are_started_and_a_worker_gets_another_size_while_it_runs(
+    processes: TaskProcesses, live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_processes, "SERVER", REGISTERS)
+    client, pids = live_master.client("launcher"), list[int]()
+    limits = p.ResourceLimits(4, 8192, max_workers=1, max_ps=1)
+    first = p.StartScaling("job", "launcher", p.ScalingMode.MANUAL, limits, ps=True)
+    larger = p.ResourcePlan({"worker": p.NodeGroupResource(1, p.NodeResource(2.0, 2048))})
+
+    def look() -> None:
+        found: p.Tasks = client.call(p.ShowTasks("job"))
+        running = [task for task in found.tasks if task.status is p.NodeStatus.RUNNING]
+        worker = next((task for task in running if task.type is p.NodeType.WORKER), None)
+        if worker is None or len(running) < 3:
+            return
+        if not pids:
+            assert worker.resource == p.NodeResource(1, 1639)  # a fifth of the limits
+            pids.append(processes.children[worker.id].pid)
+            assert one_core(pids[0])
+            client.call(p.ScaleNodes("job", "launcher", larger))
+        elif len(os.sched_getaffinity(processes.children[worker.id].pid)) == 2:
+            pids.append(processes.children[worker.id].pid)
+            raise Over(DONE)
+
+    assert supervisor(processes, client, look, lambda pids: None, first).run() == DONE
+    assert pids[0] == pids[1]
+    shown = hooks(live_master, "scale", "--job", "job", "--master", live_master.url, "--no-wait")
+    assert shown.stdout.splitlines()[0] == "job job: cluster version 0"
+    refused = hooks(live_master, "scale", "--job", "job", "--ps", "2", "--master", live_master.url)
+    assert refused.returncode == 1
+    assert "may have 1 to 1 parameter servers, not 2" in refused.stderr
+    released = hooks(live_master, "scale", "--job", "job", "--release", "--no-wait", "--master", live_master.url)
+    assert released.returncode == 0, released.stderr
+    held = hooks(live_master, "plans", "job", "--json", "--master", live_master.url)
+    assert '"held":false' in held.stdout
+
+
+def hooks(master: LiveMaster, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of dlrover-hooks."""
+    env = {**os.environ, "DLROVER_HOOKS_TOKEN": str(master.token), "COLUMNS": "160"}
+    command = [sys.executable, "-m", "dlrover_hooks", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+
+
 def test_what_tasks_use_is_reported_by_their_launcher_and_shown(
     processes: TaskProcesses, live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,11 +225,7 @@ def test_what_tasks_use_is_reported_by_their_launcher_and_shown(
         assert (use.status, use.node, use.processes.processes) == (p.NodeStatus.RUNNING, "here", 1)
         assert use.processes.memory_bytes > 1 << 20
     assert by_name["ps:0"].resource.memory == 1024
-    shown = subprocess.run(
-        [sys.executable, "-m", "dlrover_hooks", "vitals", "job", "--master", live_master.url],
-        env={**os.environ, "DLROVER_HOOKS_TOKEN": str(live_master.token), "COLUMNS": "160"},
-        capture_output=True, text=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
+    shown = hooks(live_master, "vitals", "job", "--master", live_master.url).stdout
     row = next(line for line in shown.splitlines() if "ps 0" in line)
     assert "running" in row
     assert "100 %" in row
