@@ -154,7 +154,7 @@ def test_additional_workers_are_released_and_not_relaunched() -> None:
     assert not job.scaling.failed_at
 
 
-@pytest.mark.requirement("SC-26")
+@pytest.mark.requirement("SC-25", "SC-26")
 def test_a_plan_is_turned_into_nodes_to_launch_and_to_remove() -> None:
     job = ScaledJob(scales_well, ResourceLimits(64, 1 << 18, min_workers=2, max_workers=4))
     job.run(30.0)

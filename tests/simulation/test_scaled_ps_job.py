@@ -197,12 +197,19 @@ def test_a_server_that_does_not_start_takes_the_plan_back() -> None:
     assert job.speed > 0
 
 
-def test_a_plan_without_numbers_of_one_kind_leaves_it_as_it_is() -> None:
+def test_a_plan_of_numbers_alone_leaves_sizes_and_other_numbers_as_they_are() -> None:
     job = manual()
     job.apply(ScaleNodes(JOB, "cli", ResourcePlan({"ps": NodeGroupResource(2)})))
     job.run(60.0)
-    assert (len(job.running(PS)), len(job.running(WORKER))) == (2, 1)
-    assert {task.resource for task in job.running(PS)} == {job.running(WORKER)[0].resource}
+    small, other = job.running(PS)
+    larger = msgspec.structs.replace(small.resource, cpu=9.0)
+    job.apply(ScaleNodes(JOB, "cli", ResourcePlan(node_resources={"ps:0": larger})))
+    job.run(60.0)
+    job.apply(ScaleNodes(JOB, "cli", ResourcePlan({"ps": NodeGroupResource(3)})))
+    job.run(60.0)
+    assert [task.resource.cpu for task in job.running(PS)] == [9.0, 7.0, 9.0]
+    assert [task.id for task in job.running(PS)][1] == other.id
+    assert len(job.running(WORKER)) == 1
 
 
 def test_a_job_that_is_launched_again_keeps_its_tasks_and_without_a_mode_is_not_planned_any_more() -> None:

@@ -69,8 +69,9 @@ def sampled(job: Job, event: Sampled, now: float, effects: Effects) -> Done:
 def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
     """The optimizer has made a plan. It may be empty, if only the stage changes. Raises Stale, UsageError."""
     scaling, plan = _scaling(job), event.plan
-    if scaling.held and not event.answers_out_of_memory:
-        raise Stale(f"The plan of job {job.name!r} comes too late: a user's plan holds.")
+    if scaling.finished or (scaling.held and not event.answers_out_of_memory):
+        why = "it is over" if scaling.finished else "a user's plan holds"
+        raise Stale(f"The plan of job {job.name!r} comes too late: {why}.")
     _check(job, plan)
     if plan.empty:
         pass
@@ -106,7 +107,8 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
         _check(job, plan)
         _check_limits(job, plan, scaling.limits)
         before = has(job, scaling, now)
-        plan = _with_sizes(plan, before)
+        if job.ps is None:
+            plan = _with_sizes(plan, before)
         scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
         _carry_out(job, scaling, plan, now)
     scaling.held = not event.release
@@ -241,21 +243,17 @@ def _with_sizes(plan: ResourcePlan, before: ResourcePlan) -> ResourcePlan:
 
 def _check(job: Job, plan: ResourcePlan) -> None:
     """Raises BadRequest if the job has no such nodes."""
-    kinds = {NodeType.WORKER.value} if job.ps is None else {NodeType.PS.value, NodeType.WORKER.value}
-    tasks = {task.name for task in job.ps.tasks} if job.ps is not None else set[str]()
-    tasks |= {task.name for task in job.ps.out_of_memory} if job.ps is not None else set[str]()
-    groups, nodes = plan.node_group_resources, plan.node_resources
-    other = [*sorted(set(groups) - kinds), *sorted(set(nodes) - tasks)]
-    if other and job.ps is None:
-        raise BadRequest(
-            f"A plan for {other[0]!r}: job {job.name!r} has only workers, which all have one size.",
-            hint="Give the number of workers, or the size of all of them.",
+    kinds, names = {NodeType.WORKER.value}, set[str]()
+    what, hint = "has only workers, which all have one size", "Give the number of workers, or the size of all of them."
+    if (clusters := job.ps) is not None:
+        kinds.add(NodeType.PS.value)
+        names = {task.name for task in (*clusters.tasks, *clusters.out_of_memory)}
+        what, hint = (
+            "has no such node",
+            "Its types are ps and worker; a node is called by type and index, such as ps:0.",
         )
-    if other:
-        raise BadRequest(
-            f"A plan for {other[0]!r}: job {job.name!r} has no such node.",
-            hint="Its types are ps and worker; its nodes are called by type and index, such as ps:0.",
-        )
+    if other := [*sorted(set(plan.node_group_resources) - kinds), *sorted(set(plan.node_resources) - names)]:
+        raise BadRequest(f"A plan for {other[0]!r}: job {job.name!r} {what}.", hint=hint)
 
 
 _BOUNDS = {

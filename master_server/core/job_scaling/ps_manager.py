@@ -44,15 +44,20 @@ class PSManager:
     def carry_out(self, plan: ResourcePlan) -> ScalePlan:
         """Begin what `plan` asks for: the machine of `ps_clusters` goes on with it as tasks start and end.
 
-        Groups change numbers, and the size of all tasks of a type. `node_resources` changes the size of single tasks,
-        by their names. Unknown names are ignored: the task has gone since the plan was made.
+        Groups change numbers, and the size of all tasks of a type; a group without a size changes only the number.
+        `node_resources` changes the size of single tasks, by their names. Unknown names are ignored: the task has gone
+        since the plan was made.
         """
-        counts, moves, sizes = dict[NodeType, int](), list[Place](), dict[str, NodeResource]()
+        counts, moves, sizes, before = dict[NodeType, int](), list[Place](), dict[str, NodeResource](), self.groups()
         for kind in _KINDS:
-            if (group := plan.node_group_resources.get(kind.value)) is not None:
-                counts[kind] = group.count
-                decisions.set_resource(self._clusters, kind, group.node_resource)
-                sizes |= {task.name: group.node_resource for task in self._tasks(kind)}
+            if (group := plan.node_group_resources.get(kind.value)) is None:
+                continue
+            counts[kind], size = group.count, group.node_resource
+            if size == NodeResource():
+                size = before.get(kind.value, group).node_resource
+            else:
+                sizes |= {task.name: size for task in self._tasks(kind)}
+            decisions.set_resource(self._clusters, kind, size)
         sizes |= plan.node_resources
         for task in [*self._tasks(NodeType.PS), *self._tasks(NodeType.WORKER)]:
             size = sizes.get(task.name, task.resource)
