@@ -248,7 +248,9 @@ class Membership:
             self.session.parting.summoned()
 
     def _refused(self, error: MasterError) -> None:
-        log.warning("job %s: the master declared this process dead: %s", self.config.job, error)
+        parting = self.session.parting if self.session is not None else self.parting
+        if parting is None or not parting.here:  # else it leaves, as all ranks have agreed
+            log.warning("job %s: the master declared this process dead: %s", self.config.job, error)
         with self._told:
             self._error = error
             self._told.notify_all()
