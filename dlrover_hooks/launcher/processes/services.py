@@ -144,13 +144,14 @@ class Services:
 
 @contextlib.contextmanager
 def temporary_journal() -> Iterator[str]:
-    """A file for this run only. The master removes it, too, in case this process is killed."""
+    """A file for this run only, with what SQLite puts beside it. The master removes it, too, in case this process is
+    killed; a master that is killed as it makes the file leaves `-journal`."""
     file, path = tempfile.mkstemp(prefix="dlrover-hooks-", suffix=".journal")
     os.close(file)
     try:
         yield path
     finally:
-        for suffix in ("", "-wal", "-shm", ".lock"):
+        for suffix in ("", "-journal", "-wal", "-shm", ".lock"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path + suffix)
 

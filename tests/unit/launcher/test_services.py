@@ -9,6 +9,7 @@ import signal
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +80,12 @@ def test_one_that_fails_at_its_start_ends_the_run(monkeypatch: pytest.MonkeyPatc
         made._children["keeper"].wait(60.0)
         with pytest.raises(LaunchError, match="exit code 3"):
             made.revive()
+
+
+def test_nothing_is_left_of_a_temporary_journal() -> None:
+    """Not what SQLite makes beside it either, of a master that was killed in the middle of a write."""
+    with services.temporary_journal() as path:
+        for suffix in ("-journal", "-wal", "-shm", ".lock"):
+            Path(path + suffix).touch()
+    folder, name = os.path.split(path)
+    assert [one for one in os.listdir(folder) if one.startswith(name)] == []
