@@ -9,10 +9,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from dlrover_hooks.host.parent_death import die_with_parent as _die_with_parent
+import msgspec
+
+from dlrover_hooks.host.prepared_process import Preparation, StartReport, prepared_command
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -42,8 +44,9 @@ class Child:
         name: its name in log messages, such as "worker 1".
         die_with_parent: the kernel kills it if the thread that starts it ends, and so if the launcher dies (for
             workers, whose round is then over).
-        before_exec: called in the new process before it runs `command`: system calls only. If it fails, OSError is
-            raised here.
+        limits: set before it runs `command`; their `death_signal` is that of `die_with_parent`.
+
+    Raises OSError if `command` cannot be run, or a limit cannot be set.
     """
 
     def __init__(
@@ -56,19 +59,19 @@ class Child:
         die_with_parent: bool = False,
         stdout: int | None = None,
         stderr: int | None = None,
-        before_exec: Callable[[], object] | None = None,
+        limits: Preparation | None = None,
     ) -> None:
         self.name, self.started_at = name, time.monotonic()
-
-        def prepare() -> None:
-            if die_with_parent:
-                _die_with_parent()
-            if before_exec is not None:
-                before_exec()
-
-        with STARTING:
-            try:
-                process = subprocess.Popen(
+        if die_with_parent:
+            limits = msgspec.structs.replace(limits or Preparation(), death_signal=signal.SIGKILL)
+        with contextlib.ExitStack() as opened:
+            report = None
+            if limits is not None:
+                report = opened.enter_context(contextlib.closing(StartReport()))
+                command = prepared_command(command, limits, report.descriptor)
+                pass_fds = (*pass_fds, report.descriptor, *limits.cgroups)
+            with STARTING:
+                self._process: Process = subprocess.Popen(
                     command,
                     env=dict(env),
                     pass_fds=pass_fds,
@@ -76,19 +79,21 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    preexec_fn=prepare if die_with_parent or before_exec is not None else None,
                 )
-            except subprocess.SubprocessError as error:  # of `prepare`
-                raise OSError(f"{name}: its limits could not be set before it ran") from error
-            self._process: Process = process
-            self.pid = process.pid
-            try:
-                self._pidfd = os.pidfd_open(self.pid)
-            except OSError:  # too many open files: nothing would ever learn of its end
-                process.kill()
-                process.wait()
-                raise
-            ALIVE.add(self.pid)
+                self.pid = self._process.pid
+                self._follow()
+            if report is not None and (problem := report.problem()) is not None:
+                self.end()
+                raise problem
+
+    def _follow(self) -> None:
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # too many open files: nothing would ever learn of its end
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.wait()
+            raise
+        ALIVE.add(self.pid)
 
     def fileno(self) -> int:
         return self._pidfd

@@ -18,7 +18,7 @@ from rich.progress import Progress, TaskID
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.host.parent_death import die_with_parent
+from dlrover_hooks.host.prepared_process import Preparation, prepared_command
 from dlrover_hooks.rehearsal import duplicate_output
 from dlrover_hooks.testing.faults import fault_plan as faults
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
@@ -92,8 +92,8 @@ class Trial:
                    "--max-restarts", str(restarts), *self._plan.command]  # fmt: skip
         with self.log.open("ab") as log:
             launcher = subprocess.Popen(
-                command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=_end_with_parent,
+                prepared_command(command, Preparation(death_signal=signal.SIGTERM)), env=self._environment(),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         try:
             yield launcher
@@ -144,8 +144,3 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
             launcher.wait(_END_S)
     launcher.kill()
     launcher.wait()
-
-
-def _end_with_parent() -> None:
-    """Runs between fork and exec, so that a rehearsal leaves no launcher behind, even if it is killed."""
-    die_with_parent(signal.SIGTERM)

@@ -91,9 +91,9 @@ class ProcessScaler(ReconcilingScaler):
         command, more = self._command_of(node), self._environment_of(node)
         limits = self._methods.limit(node.name, node.config_resource)
         try:
-            with limits.entrance() as enter:
+            with limits.entrance() as prepared:
                 env = settings.worker_environment(**more)
-                child = Child(node.name, command, env=env, die_with_parent=True, before_exec=enter)
+                child = Child(node.name, command, env=env, die_with_parent=True, limits=prepared)
         except BaseException:
             limits.close()
             raise

@@ -11,13 +11,14 @@ import resource as rlimits
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 
 from dlrover_hooks.host import cgroups
 from dlrover_hooks.host.cgroups import Group, OwnGroup
 from dlrover_hooks.host.memory_limit import MemoryKills, oom_kills
+from dlrover_hooks.host.prepared_process import Preparation
 from dlrover_hooks.protocol import NodeResource
 from dlrover_hooks.scalers.core_assignment import CoreAssignment
 
@@ -135,23 +136,14 @@ class NodeLimits:
         self._at: frozenset[int] = methods.cores(key, 0.0)
 
     @contextlib.contextmanager
-    def entrance(self) -> Iterator[Callable[[], None]]:
-        """A function for `Child.before_exec`: the new process, and so every descendant of it, is limited."""
+    def entrance(self) -> Iterator[Preparation]:
+        """For `Child`, inside the `with` block: the new process, and so every descendant of it, is limited."""
         with contextlib.ExitStack() as opened:
-            doors = [
+            cgroups = tuple(
                 opened.enter_context(open(path, "wb", buffering=0)).fileno()
                 for path in sorted({group.entrance for group in self._groups.values()})
-            ]
-            cores, data = self._at, self._data_limit
-
-            def enter() -> None:
-                for door in doors:
-                    os.write(door, b"0")
-                os.sched_setaffinity(0, cores)
-                if data is not None:
-                    rlimits.setrlimit(rlimits.RLIMIT_DATA, (data, rlimits.getrlimit(rlimits.RLIMIT_DATA)[1]))
-
-            yield enter
+            )
+            yield Preparation(cgroups=cgroups, cores=self._at, data_bytes=self._data_limit)
 
     def apply(self, pid: int) -> None:
         """Limit a process that runs already, and its descendants: a process that has ended meanwhile is left out.

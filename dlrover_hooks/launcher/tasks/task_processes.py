@@ -95,8 +95,8 @@ class TaskProcesses:
         if child is not None and limits is not None:
             self._apply(name, limits, child.pid)
         if child is None:
-            with limits.entrance() if limits is not None else contextlib.nullcontext() as enter:
-                child = Child(name, command, env=env, die_with_parent=True, before_exec=enter)
+            with limits.entrance() if limits is not None else contextlib.nullcontext() as prepared:
+                child = Child(name, command, env=env, die_with_parent=True, limits=prepared)
         if limits is not None:
             self._limits[task.id] = limits
         self.children[task.id], self.tasks[task.id] = child, task

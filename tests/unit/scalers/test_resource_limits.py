@@ -36,9 +36,9 @@ def methods(request: pytest.FixtureRequest) -> Iterator[LimitMethods]:
 
 @contextlib.contextmanager
 def running(limits: NodeLimits, code: str, *arguments: str) -> Iterator[Child]:
-    with limits.entrance() as enter:
+    with limits.entrance() as prepared:
         command = [sys.executable, "-c", code, *arguments]
-        child = Child("test", command, env=dict(os.environ), stderr=subprocess.DEVNULL, before_exec=enter)
+        child = Child("test", command, env=dict(os.environ), stderr=subprocess.DEVNULL, limits=prepared)
     try:
         yield child
     finally:
