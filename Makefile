@@ -25,11 +25,12 @@ OF_ADAPTERS = tests/test_compatibility.py tests/contracts/test_adapter_contract.
 	$(foreach name,$(ADAPTERS),$(wildcard tests/integrations/test_$(name)*.py tests/elastic/test_$(name)*.py)) \
 	$(addprefix tests/integrations/,test_drill.py test_export.py test_extra_state.py test_forged_adapters.py test_sharded_refused.py)
 IN_PROCESS := tests/unit tests/property tests/simulation
+USUAL := not deep and not kubernetes
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters chaos check structure format docs clean
+.PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters chaos kubernetes test-kubernetes check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -49,8 +50,8 @@ demo-scaling: $(READY)  ## train on as many workers as pay, and draw workers, sp
 # First what waits for no other process and fails soonest, then what starts real ones.
 test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
-	$(PYTEST) $(SPREAD) -m "not deep" $(IN_PROCESS)
-	$(PYTEST) $(SPREAD) -m "not deep" tests $(IN_PROCESS:%=--ignore=%)
+	$(PYTEST) $(SPREAD) -m "$(USUAL)" $(IN_PROCESS)
+	$(PYTEST) $(SPREAD) -m "$(USUAL)" tests $(IN_PROCESS:%=--ignore=%)
 else
 	$(PYTEST) $(TEST_ARGS)
 endif
@@ -59,12 +60,18 @@ test-deep: $(READY) $(KERAS_READY)  ## run the tests marked deep: matrices that 
 	$(PYTEST) $(SPREAD) -m deep tests
 
 test-oldest: $(OLDEST_READY)  ## run the tests of the adapters with the oldest versions of the frameworks that pyproject.toml allows
-	$(OLDEST_ENV)/bin/python -m pytest --durations=10 $(SPREAD) -m "not deep" $(OF_ADAPTERS)
+	$(OLDEST_ENV)/bin/python -m pytest --durations=10 $(SPREAD) -m "$(USUAL)" $(OF_ADAPTERS)
 
 requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
 	@rm -f $(PROOFS)
-	@status=0; $(MAKE) -k test test-deep PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
+	@status=0; $(MAKE) -k test test-deep test-kubernetes PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
 		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
+
+kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (4 to 14 minutes)
+	$(BIN)/python -m tests.kubernetes.build
+
+test-kubernetes: kubernetes  ## run the tests on a real control plane
+	$(PYTEST) -m kubernetes tests
 
 simulate-masters: $(READY)  ## several masters on a journal in etcd in virtual time, with faults (SEEDS=FIRST:LAST)
 	$(BIN)/python -m tests.simulation $(SEEDS) masters

@@ -20,6 +20,7 @@
     │   └── DatabaseFailed     503
     ├── MasterAway
     ├── BrainAway
+    ├── KubernetesFailed
     ├── JobFinished
     ├── RoundEnded
     ├── ShardsFailed
@@ -161,6 +162,16 @@ class BrainAway(HooksError):
     """The Brain did not answer within the deadline, or made no plan. A master goes on with `LocalOptimizer`."""
 
     status = 503
+
+
+class KubernetesFailed(HooksError):
+    """The API server of a Kubernetes cluster refused a request (`code`: its HTTP status), or gave no answer (0)."""
+
+    status = 502
+
+    def __init__(self, message: str, *, hint: str = "", code: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
 
 
 class JobFinished(HooksError):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import keepers, warm
 from tests.e2e.master_process import LiveMaster
+from tests.kubernetes import control_plane
 from tests.ranks import named_job
 from tests.requirements import Recorder
 
@@ -70,6 +71,7 @@ def no_server_left() -> Iterator[None]:
     with keepers.serving():
         yield
         warm.close()
+        control_plane.close()
 
 
 @pytest.fixture

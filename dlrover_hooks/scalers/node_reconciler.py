@@ -129,7 +129,7 @@ class NodeReconciler:
         elif slot.state is NodeState.ENDED:
             self._forget(slot, now)
         elif slot.state is not NodeState.REMOVING:
-            slot.created = slot.state is NodeState.RUNNING
+            slot.created |= slot.state is NodeState.RUNNING
             self._enter(slot, NodeState.REMOVING, now)
 
     def _want(self, node: Node, now: float) -> None:
@@ -207,6 +207,27 @@ class NodeReconciler:
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 
+    def created(self, launch: int, now: float) -> None:
+        """There is the node, but it does not run yet. If it was removed meanwhile, `next_change` says so."""
+        slot = self._find(launch)
+        if slot is not None and slot.state in (NodeState.STARTING, NodeState.REMOVING):
+            slot.created = True
+            if slot.failures or slot.detail:
+                slot.failures, slot.detail, slot.due = 0, "", -math.inf
+                self._changed(slot)
+
+    def adopt(self, node: Node, now: float) -> int:
+        """There is such a node already, of a scaler before this one: it is desired. Returns its launch."""
+        slot = self._slots.get(node.name)
+        if slot is None:
+            self._add(node, now)
+            slot = self._slots[node.name]
+        if slot.state is NodeState.WAITING:
+            slot.resized = slot.node.config_resource != node.config_resource
+            slot.created = True
+            self._enter(slot, NodeState.STARTING, now)
+        return slot.launch
+
     def started(self, launch: int, now: float) -> None:
         """The node runs. If it was removed meanwhile, `next_change` says so."""
         slot = self._find(launch)
@@ -260,6 +281,10 @@ class NodeReconciler:
     def idle(self) -> bool:
         """There is no node, and none is to be."""
         return not self._slots
+
+    def knows(self, launch: int) -> bool:
+        """There is such a node, or it is to be."""
+        return self._find(launch) is not None
 
     def nodes(self) -> tuple[ScaledNode, ...]:
         """Those that are listed, by type and id."""

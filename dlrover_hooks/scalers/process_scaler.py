@@ -87,7 +87,7 @@ class ProcessScaler(ReconcilingScaler):
 
     # ---- of ReconcilingScaler ---------------------------------------------------------------------------------------
 
-    def _create(self, launch: int, node: Node) -> None:
+    def _create(self, launch: int, node: Node) -> bool:
         command, more = self._command_of(node), self._environment_of(node)
         limits = self._methods.limit(node.name, node.config_resource)
         try:
@@ -101,7 +101,7 @@ class ProcessScaler(ReconcilingScaler):
             if not self._closed:
                 self._processes[launch] = _NodeProcess(child, limits)
                 self._wake_up()
-                return
+                return True
         child.end()
         limits.close()
         raise LaunchError(f"{node.name}: the scaler was stopped while it was started")

@@ -45,8 +45,11 @@ class ReconcilingScaler(Scaler):
     # ---- of a platform ----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _create(self, launch: int, node: Node) -> None:
-        """Start the node; on one of `starts_at_once` threads. Whatever it raises, there must be no node then."""
+    def _create(self, launch: int, node: Node) -> bool:
+        """Start the node; on one of `starts_at_once` threads. Whatever it raises, there must be no node then.
+
+        True: it runs. False: that is reported by `_runs` later.
+        """
 
     @abc.abstractmethod
     def _remove(self, launch: int, node: Node, grace_s: float | None) -> None:
@@ -65,6 +68,12 @@ class ReconcilingScaler(Scaler):
 
     def _close(self) -> None:
         """Called once, after the last node has gone."""
+
+    def _runs(self, launch: int) -> None:
+        """Report that the node runs. Any thread; also before `_create` has returned."""
+        with self._changed:
+            self._nodes.started(launch, time.monotonic())
+            self._changed.notify_all()
 
     def _ended(self, launch: int, exit_: NodeExit, exit_code: int, detail: str = "") -> None:
         """Report that the node is gone for certain. Any thread; also before `_create` has returned."""
@@ -151,14 +160,15 @@ class ReconcilingScaler(Scaler):
     def _start_nodes(self) -> None:
         while (action := self._next(self._nodes.next_start, self._nodes.start_due)) is not None:
             try:
-                self._create(action.launch, action.node)
+                runs = self._create(action.launch, action.node)
             except BaseException as error:
                 self._start_failed(action, error)
                 if not isinstance(error, Exception):
                     raise
             else:
                 with self._changed:
-                    self._nodes.started(action.launch, time.monotonic())
+                    report = self._nodes.started if runs else self._nodes.created
+                    report(action.launch, time.monotonic())
                     self._changed.notify_all()
 
     def _start_failed(self, action: NodeAction, error: BaseException) -> None:

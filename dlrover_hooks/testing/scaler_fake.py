@@ -32,9 +32,10 @@ class FakeScaler(ReconcilingScaler):
         cause = NodeExit.KILLED if exit_code < 0 else NodeExit.ERROR if exit_code else NodeExit.SUCCEEDED
         self._ended(launch, cause, exit_code)
 
-    def _create(self, launch: int, node: Node) -> None:
+    def _create(self, launch: int, node: Node) -> bool:
         self.before_start(node)
         self.running[launch] = node
+        return True
 
     def _remove(self, launch: int, node: Node, grace_s: float | None) -> None:
         del node, grace_s

@@ -6,15 +6,18 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
+import pytest
 
 from dlrover_hooks.protocol import Node
 from dlrover_hooks.scalers.node_reconciler import StartRetries
+from dlrover_hooks.scalers.pod_scaler import PodScaler
 from dlrover_hooks.scalers.process_scaler import ProcessScaler
 from dlrover_hooks.scalers.scaler import Scaler
 from dlrover_hooks.testing import FakeScaler
+from tests.kubernetes.control_plane import control_plane
 
 SOON = StartRetries(attempts=3, first_s=0.01, longest_s=0.05)
 AT_ONCE = 8
@@ -76,22 +79,55 @@ class OnThisMachine:
         if exit_code < 0:
             os.kill(self.scaler.pids()[name], -exit_code)
         else:
-            self._pipe(name).write_text(f"{exit_code}\n")
-
-    def _pipe(self, name: str) -> Path:
-        return self._folder / f"{name}.pipe"
+            _pipe(self._folder, name).write_text(f"{exit_code}\n")
 
     def _command(self, node: Node) -> Sequence[str]:
         self.before_start(node)
-        with contextlib.suppress(FileExistsError):
-            os.mkfifo(self._pipe(node.name))
-        return ("sh", "-c", 'read code < "$1"; exit "$code"', "sh", str(self._pipe(node.name)))
+        return _waits(self._folder, node.name)
 
     def _environment(self, node: Node) -> Mapping[str, str]:
         return {NODE: node.name}
 
 
-PLATFORMS: dict[str, Callable[[Path], Platform]] = {"memory": InMemory, "processes": OnThisMachine}
+class Pods:
+    """`PodScaler` on a real control plane, with process-backed Pods. Nodes end as those of `OnThisMachine`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._plane = folder, control_plane()
+        self._namespace = self._plane.namespace()
+        self.before_start: Callable[[Node], object] = lambda node: None
+        self.scaler = PodScaler(
+            "contract", self._plane.api, self._namespace, self._pod, starts_at_once=AT_ONCE, retries=SOON, grace_s=0.0
+        )
+
+    def alive(self) -> list[str]:
+        return [name.removeprefix("contract-") for name in self._plane.kubelet.alive(self._namespace)]
+
+    def end(self, name: str, exit_code: int) -> None:
+        if exit_code < 0:
+            os.kill(self._plane.kubelet.pid(self._namespace, f"contract-{name}"), -exit_code)
+        else:
+            _pipe(self._folder, name).write_text(f"{exit_code}\n")
+
+    def _pod(self, node: Node) -> dict[str, Any]:
+        self.before_start(node)
+        command = list(_waits(self._folder, node.name))
+        return {"spec": {"containers": [{"name": "main", "image": "none", "command": command}]}}
+
+
+def _pipe(folder: Path, name: str) -> Path:
+    return folder / f"{name}.pipe"
+
+
+def _waits(folder: Path, name: str) -> tuple[str, ...]:
+    """A program that exits with the number that is written to its pipe."""
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(_pipe(folder, name))
+    return "sh", "-c", 'read code < "$1"; exit "$code"', "sh", str(_pipe(folder, name))
+
+
+PLATFORMS: dict[str, Callable[[Path], Platform]] = {"memory": InMemory, "processes": OnThisMachine, "pods": Pods}
+PARAMETERS = [pytest.param(name, marks=pytest.mark.kubernetes) if name == "pods" else name for name in PLATFORMS]
 
 
 @contextlib.contextmanager

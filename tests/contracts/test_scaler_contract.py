@@ -12,11 +12,11 @@ import pytest
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.protocol import Node, NodeExit, NodeGroupResource, NodeResource, NodeType, ScalePlan
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
-from tests.contracts.scalers import AT_ONCE, PLATFORMS, SOON, Platform, started
+from tests.contracts.scalers import AT_ONCE, PARAMETERS, PLATFORMS, SOON, Platform, started
 from tests.waiting import until
 
 
-@pytest.fixture(params=PLATFORMS)
+@pytest.fixture(params=PARAMETERS)
 def platform(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Platform]:
     with started(request.param, tmp_path) as found:
         yield found

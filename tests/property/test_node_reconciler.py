@@ -33,6 +33,8 @@ class PlansAndFailures(RuleBasedStateMachine):
         self.starting: dict[int, Node] = {}
         self.exist: dict[int, Node] = {}
         """Nodes that really are there, from the moment at which their start is handed out."""
+        self.pending = set[int]()
+        """Nodes that were created, and of which it is not known yet that they run."""
         self.removing = set[int]()
         self.seen: dict[str, ScaledNode] = {}
         self.after = 0
@@ -88,13 +90,37 @@ class PlansAndFailures(RuleBasedStateMachine):
         launch = data.draw(st.sampled_from(sorted(self.starting)))
         node, good = self.starting.pop(launch), data.draw(st.booleans())
         if launch not in self.exist or good:  # it has ended before its start was known to be over
-            self.core.started(launch, self.now)
+            if data.draw(st.booleans()):
+                self.core.started(launch, self.now)
+            else:
+                self.core.created(launch, self.now)
+                self.pending.add(launch)
         else:
             del self.exist[launch]
             self.core.start_failed(launch, "no place", self.now)
             shown = self.shown(node.name)
             if shown is not None and shown.launch == launch and shown.exit is NodeExit.NEVER_STARTED:
                 self.over[node.name] = NodeExit.NEVER_STARTED
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def runs(self, data: Any) -> None:
+        launch = data.draw(st.sampled_from(sorted(self.pending)))
+        self.pending.discard(launch)
+        self.core.started(launch, self.now)
+
+    @rule(kind=TYPES, number=IDS)
+    def is_found(self, kind: NodeType, number: int) -> None:
+        """A node that exists already, of a scaler before this one. One of a name that is known here is not started."""
+        node = Node(kind, number)
+        shown = self.shown(node.name)
+        if shown is not None and shown.state is not NodeState.WAITING:
+            assert self.core.adopt(node, self.now) == shown.launch
+            return
+        launch = self.core.adopt(node, self.now)
+        self.desired.setdefault(node.name, node)
+        self.exist[launch] = node
+        self.pending.add(launch)
 
     @precondition(lambda self: self.exist)
     @rule(data=st.data(), cause=ENDS)
@@ -145,9 +171,10 @@ class PlansAndFailures(RuleBasedStateMachine):
         for _ in range(50):
             self.now += RETRIES.longest_s
             self.hand_out()
-            for launch in list(self.starting):
-                del self.starting[launch]
+            for launch in [*self.starting, *self.pending]:
                 self.core.started(launch, self.now)
+            self.starting.clear()
+            self.pending.clear()
             for launch in list(self.removing):
                 self.removing.discard(launch)
                 if self.exist.pop(launch, None) is not None:
