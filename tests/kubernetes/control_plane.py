@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import requests
@@ -34,7 +35,16 @@ class ControlPlane:
         if not build.built():
             raise AssertionError(f"no Kubernetes in {build.cache()}: run `make kubernetes` first")
         self._folder, self._programs = folder, dict[str, subprocess.Popen[bytes]]()
+        self._closers: list[Callable[[], object]] = []
         self._etcd = EtcdProcess(folder)
+        try:
+            self._start_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_all(self) -> None:
+        folder = self._folder
         self._port = free_port()
         self.url = f"https://127.0.0.1:{self._port}"
         self.kubeconfig = str(folder / "kubeconfig")
@@ -48,7 +58,9 @@ class ControlPlane:
                     "--service-account-private-key-file", key)  # fmt: skip
         self._start("kube-scheduler", *common)
         self.api = ApiServer(kubeconfig=self.kubeconfig)
+        self._closers.append(self.api.close)
         self.kubelet = ProcessKubelet(self.api, ("n1", "n2"))
+        self._closers.append(self.kubelet.close)
 
     def start_api_server(self) -> None:
         """Start it, again after `kill`; returns when it is ready."""
@@ -98,8 +110,8 @@ class ControlPlane:
 
     def close(self) -> None:
         """End all processes, those of Pods too."""
-        self.kubelet.close()
-        self.api.close()
+        for end in reversed(self._closers):
+            end()
         for process in self._programs.values():
             process.kill()
         for process in self._programs.values():
@@ -143,13 +155,20 @@ class _Shared:
 
     folder: tempfile.TemporaryDirectory[str] | None = None
     plane: ControlPlane | None = None
+    failure = ""
+    """Why it did not start: it is not tried again for each test."""
 
 
 def control_plane() -> ControlPlane:
     """Started with the first call; `close` ends it."""
     if _Shared.plane is None:
-        _Shared.folder = tempfile.TemporaryDirectory(prefix="dlrover-hooks-kubernetes-")
-        _Shared.plane = ControlPlane(Path(_Shared.folder.name))
+        _Shared.folder = _Shared.folder or tempfile.TemporaryDirectory(prefix="dlrover-hooks-kubernetes-")
+        assert not _Shared.failure, _Shared.failure
+        try:
+            _Shared.plane = ControlPlane(Path(_Shared.folder.name))
+        except BaseException as error:
+            _Shared.failure = f"the control plane did not start: {error}"
+            raise
     return _Shared.plane
 
 
