@@ -70,7 +70,8 @@ class Membership:
     Args:
         config: from the environment. The sessions' own must name the same job and master.
         place: rank, node and launcher at the start; `place.incarnation` identifies this process.
-        on_broken: called on the watch's thread, once for each round that breaks.
+        on_broken: called on the watch's thread, once for each round that breaks, and if the master declares this
+            process dead before a session has attached to its round.
         on_boundary: called on the training thread with the step, at each step boundary.
     """
 
@@ -254,6 +255,8 @@ class Membership:
         with self._told:
             self._error = error
             self._told.notify_all()
+        if self._attached_to != self.round:  # it may be waiting for peers that never come; a session raises by itself
+            self._on_broken()
 
     def _watch_failed(self, error: HooksError) -> None:
         if self.session is not None:  # else the line in the log is all

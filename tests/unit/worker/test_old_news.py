@@ -13,7 +13,7 @@ import pytest
 from dlrover_hooks import config
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import MasterAway
+from dlrover_hooks.errors import MasterAway, Stale
 from dlrover_hooks.launcher.agent import Agent
 from dlrover_hooks.launcher.master_requests import AgentAddress
 from dlrover_hooks.launcher.options import LaunchOptions
@@ -87,3 +87,16 @@ def test_a_save_of_the_round_before_is_not_voted_for(attempt: int, votes: int) -
     session = cast("Any", SimpleNamespace(attempt=attempt, _reporter=SimpleNamespace(notice=told.append)))
     Session.heard(session, Hashed(generation=Generation(2, 5, "run"), rank=0, world_size=2))
     assert len(told) == votes
+
+
+@pytest.mark.parametrize(("attached", "cuts"), [(1, 1), (2, 0)])
+def test_a_process_that_is_declared_dead_while_it_waits_for_peers_stops_waiting(attached: int, cuts: int) -> None:
+    """The others form a round without it. Once it is attached to its round, its session raises what happened."""
+    settings, cut = config.load({}, master=NOWHERE, job="job"), list[int]()
+    membership = Membership(settings, config.Place(incarnation="w", world_size=2), lambda: cut.append(1))
+    membership.took_seat(attached)
+    membership.seated(2)
+    membership._refused(Stale("declared dead"))
+    assert len(cut) == cuts
+    assert not membership.hears_break(0.0)
+    membership.close()
