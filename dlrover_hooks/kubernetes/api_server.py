@@ -136,6 +136,8 @@ def _client(context: str | None, kubeconfig: str | None) -> DynamicClient:
     try:
         config.load_kube_config(kubeconfig, context, found)
     except config.ConfigException as error:
+        if context is not None or kubeconfig is not None:
+            raise UsageError(f"no such Kubernetes cluster: {error}", hint="kubectl config get-contexts") from error
         try:
             config.load_incluster_config(found)
         except config.ConfigException:

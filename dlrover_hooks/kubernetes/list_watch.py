@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -40,11 +41,10 @@ class ListWatch:
         self._api, self._path, self._changed, self._query = api, path, changed, query
         self._cache, self._lock = ObjectCache(), threading.Lock()
         self._stream: urllib3.BaseHTTPResponse | None = None
-        self._answered, self._refusal = (
-            threading.Event(),
-            KubernetesFailed(f"{path} was not listed in time", hint=_HINT),
-        )
-        """Set once the collection was listed, or the list was refused, for the first time."""
+        self._answered = threading.Event()
+        """Set once the collection was listed, or the list was refused."""
+        self._refusal = KubernetesFailed(f"{path} was not listed in time", hint=_HINT)
+        """Why it is not listed yet."""
         self.lists = 0
         """How often it was listed: 1, and one for each gap of the watch."""
         self._thread = BackgroundThread(
@@ -133,4 +133,5 @@ class ListWatch:
     def _interrupt(self) -> None:
         with self._lock:
             if self._stream is not None:
-                self._stream.shutdown()
+                with contextlib.suppress(ValueError, OSError):  # it has just ended by itself
+                    self._stream.shutdown()

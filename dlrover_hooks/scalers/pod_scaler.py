@@ -130,7 +130,7 @@ class PodScaler(ReconcilingScaler):
             version = None
 
     def _resize(self, launch: int, node: Node) -> None:
-        pass
+        """Nothing: see the class."""
 
     def _check(self) -> None:
         super()._check()

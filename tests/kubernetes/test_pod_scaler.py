@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +254,8 @@ def test_a_namespace_that_may_not_be_read_is_an_error_of_the_start(job: Job) -> 
     assert caught.value.code == 403
 
 
-def test_no_cluster_is_an_error_that_says_so(tmp_path: Any) -> None:
-    with pytest.raises(UsageError, match="no Kubernetes cluster is configured"):
+def test_a_cluster_that_is_not_configured_is_an_error_that_says_so(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such Kubernetes cluster"):
         ApiServer(kubeconfig=str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match=r"no such Kubernetes cluster: .*elsewhere"):
+        ApiServer("elsewhere", kubeconfig=job.plane.kubeconfig)

@@ -7,6 +7,7 @@ import pytest
 
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import job_registry, views
+from dlrover_hooks.master.core.events import PlanMade
 from dlrover_hooks.master.core.job_scaling.plan_verification import PlanOutcome
 from dlrover_hooks.master.core.job_scaling.ps_manager import PSManager
 from dlrover_hooks.protocol import (
@@ -222,6 +223,19 @@ def test_a_job_that_is_launched_again_keeps_its_tasks_and_without_a_mode_is_not_
     job.apply(ScaleTasks(JOB, "launcher 3", 1, 1, only_first=True))
     assert job.state.jobs[JOB].scaling is None
     assert (job.clusters.ps, job.clusters.workers) == (1, 2)
+
+
+def test_a_plan_that_was_asked_for_before_the_limits_changed_stays_within_them() -> None:
+    job = ScaledPSJob(LIMITS)
+    job.run(60.0)
+    smaller = ResourceLimits(32, 1 << 17, max_workers=2, max_ps=1)
+    job.apply(StartScaling(JOB, "launcher 2", ScalingMode.SINGLE_JOB, smaller, ps=True))
+    plan = ResourcePlan({"ps": NodeGroupResource(3), "worker": NodeGroupResource(7)})
+    job.apply(PlanMade(JOB, plan, OptimizeStage.RUNNING, "by the model", verified=False))
+    job.run(60.0)
+    assert (len(job.running(PS)), len(job.running(WORKER))) == (1, 2)
+    groups = job.scaling.history.records[-1].plan.node_group_resources
+    assert [(name, group.count) for name, group in sorted(groups.items())] == [("ps", 1), ("worker", 2)]
 
 
 def test_what_is_refused() -> None:

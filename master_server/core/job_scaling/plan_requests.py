@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.effects import PlanDue, Wake, nodes_topic
 from dlrover_hooks.master.core.events import PlanMade, Sampled
@@ -73,6 +75,7 @@ def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
         why = "it is over" if scaling.finished else "a user's plan holds"
         raise Stale(f"The plan of job {job.name!r} comes too late: {why}.")
     _check(job, plan)
+    plan = _within(plan, scaling.limits)  # they may have changed since it was asked for
     if plan.empty:
         pass
     elif event.verified:
@@ -155,7 +158,7 @@ def _carry_out(job: Job, scaling: JobScaling, plan: ResourcePlan, now: float) ->
     What the nodes of before used says nothing about these. With cores other than before, the speeds of all numbers of
     nodes are forgotten, too: they were those of other nodes.
     """
-    before = _processors(has(job, scaling, now))
+    before, plan = _processors(has(job, scaling, now)), _within(plan, scaling.limits)
     if job.ps is not None:
         PSManager(job.ps, scaling, now).carry_out(plan)
     elif (group := plan.node_group_resources.get(NodeType.WORKER.value)) is not None:
@@ -266,14 +269,28 @@ _BOUNDS = {
 def _check_limits(job: Job, plan: ResourcePlan, limits: ResourceLimits) -> None:
     """Raises BadRequest if a group has more or fewer nodes than it may have."""
     for name, group in plan.node_group_resources.items():
-        servers = name == NodeType.PS.value
-        least, most = (limits.min_ps, limits.max_ps) if servers else (limits.min_workers, limits.max_workers)
-        what, options = _BOUNDS[name]
+        (least, most), (what, options) = _least_and_most(name, limits), _BOUNDS[name]
         if not least <= group.count <= most:
             raise BadRequest(
                 f"Job {job.name!r} may have {least} to {most} {what}, not {group.count}.",
                 hint=f"Start it again with other {options}.",
             )
+
+
+def _within(plan: ResourcePlan, limits: ResourceLimits) -> ResourcePlan:
+    """The plan with numbers of nodes that the job may have."""
+    groups = dict[str, NodeGroupResource]()
+    for name, group in plan.node_group_resources.items():
+        least, most = _least_and_most(name, limits)
+        groups[name] = msgspec.structs.replace(group, count=min(max(group.count, least), most))
+    return msgspec.structs.replace(plan, node_group_resources=groups)
+
+
+def _least_and_most(name: str, limits: ResourceLimits) -> tuple[int, int]:
+    """Of the nodes of one type."""
+    if name == NodeType.PS.value:
+        return limits.min_ps, limits.max_ps
+    return limits.min_workers, limits.max_workers
 
 
 def _views(history: PlanHistory, now: float) -> Iterator[PlanView]:
