@@ -10,6 +10,7 @@ from dlrover_hooks.master.core import job_registry, views
 from dlrover_hooks.master.core.events import PlanMade
 from dlrover_hooks.master.core.job_scaling.plan_verification import PlanOutcome
 from dlrover_hooks.master.core.job_scaling.ps_manager import PSManager
+from dlrover_hooks.master.scaling.job_resource_optimizer import situation
 from dlrover_hooks.protocol import (
     AwaitNodes,
     NodeGroupResource,
@@ -236,6 +237,40 @@ def test_a_plan_that_was_asked_for_before_the_limits_changed_stays_within_them()
     assert (len(job.running(PS)), len(job.running(WORKER))) == (1, 2)
     groups = job.scaling.history.records[-1].plan.node_group_resources
     assert [(name, group.count) for name, group in sorted(groups.items())] == [("ps", 1), ("worker", 2)]
+
+
+class LatePlans(ScaledPSJob):
+    """Plans are made, and wait in `late` until `give` is called."""
+
+    def __init__(self) -> None:
+        self.late: list[PlanMade] = []
+        super().__init__(LIMITS, mode=ScalingMode.MANUAL)
+
+    def _plan(self) -> None:
+        event = self.manager.plan(situation(self.state.jobs[JOB], self.scaling, self.now), self.now)
+        if event is not None:
+            self.late.append(event)
+
+    def give(self) -> None:
+        self.apply(self.late.pop())
+        self.late.clear()
+
+
+def test_a_users_plan_that_comes_before_the_first_plan_wins_and_the_job_goes_on() -> None:
+    """The first plan gives what the user's leaves out. Nodes that are killed for memory later get a plan, too."""
+    job = LatePlans()
+    job.apply(ScaleNodes(JOB, "cli", ResourcePlan({"worker": NodeGroupResource(3, NodeResource(1.0, 2048))})))
+    assert job.scaling.stage is OptimizeStage.CREATE
+    job.give()
+    assert job.scaling.stage is OptimizeStage.WORKER_INITIAL
+    job.run(60.0)
+    assert [task.resource for task in job.running(WORKER)] == [NodeResource(1.0, 2048)] * 3
+    assert len(job.running(PS)) == 1
+    job.kill(job.running(WORKER)[0].id, out_of_memory=True)
+    job.give()
+    job.run(60.0)
+    assert len(job.running(WORKER)) == 3
+    assert job.replayed() == job_registry.encode(job.state)
 
 
 def test_what_is_refused() -> None:

@@ -25,6 +25,7 @@ from dlrover_hooks.protocol import (
     NodeGroupResource,
     NodeResource,
     NodeType,
+    OptimizeStage,
     Plans,
     PlanView,
     ReportNodes,
@@ -71,11 +72,14 @@ def sampled(job: Job, event: Sampled, now: float, effects: Effects) -> Done:
 def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
     """The optimizer has made a plan. It may be empty, if only the stage changes. Raises Stale, UsageError."""
     scaling, plan = _scaling(job), event.plan
-    if scaling.finished or (scaling.held and not event.answers_out_of_memory):
+    first = scaling.stage is OptimizeStage.CREATE
+    if scaling.finished or (scaling.held and not first and not event.answers_out_of_memory):
         why = "it is over" if scaling.finished else "a user's plan holds"
         raise Stale(f"The plan of job {job.name!r} comes too late: {why}.")
     _check(job, plan)
     plan = _within(plan, scaling.limits)  # they may have changed since it was asked for
+    if scaling.held and first:
+        plan = _lacking(plan, has(job, scaling, now))
     if plan.empty:
         pass
     elif event.verified:
@@ -284,6 +288,12 @@ def _within(plan: ResourcePlan, limits: ResourceLimits) -> ResourcePlan:
         least, most = _least_and_most(name, limits)
         groups[name] = msgspec.structs.replace(group, count=min(max(group.count, least), most))
     return msgspec.structs.replace(plan, node_group_resources=groups)
+
+
+def _lacking(plan: ResourcePlan, present: ResourcePlan) -> ResourcePlan:
+    """The groups of the first plan that the job has no nodes of: the user's plan, which came before, left them out."""
+    groups, now = plan.node_group_resources, present.node_group_resources
+    return ResourcePlan({name: group for name, group in groups.items() if name not in now or not now[name].count})
 
 
 def _least_and_most(name: str, limits: ResourceLimits) -> tuple[int, int]:
