@@ -61,7 +61,7 @@ def plane() -> ControlPlane:
 
     def established() -> bool:
         status = found.api.get(f"{crds}/{PLURAL}.{GROUP}").get("status", {})
-        return any(one["type"] == "Established" and one["status"] == "True" for one in status.get("conditions", ()))
+        return any(one["type"] == "Established" and one["status"] == "True" for one in status.get("conditions") or ())
 
     until(established, "the resource")
     return found
