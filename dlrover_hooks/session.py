@@ -84,6 +84,8 @@ class Session:
         self._pace = StepPace()
         self.at_step_end = False  # a step was made, and no batch requested since
         self._prepared, self._cut_at, self._looked = False, -1, -1
+        self._saves = self._due = False
+        """Whether the step `_looked` is saved, and whether `cut` is called for it."""
         self._left, self._here, self._end = False, ForkGuard(), FinalSaveOutcome.DURABLE
         self._caller = session_collaborators.caller(config, self._incarnation, self.membership)
         self._engine = session_collaborators.engine(config, place, self, self.membership) if checkpoint else None
@@ -195,15 +197,20 @@ class Session:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
-        self._look(step)
-        if self._rng is None and self._cut_due(step):
+        if step != self._looked:
+            self._look(step)
+        if self._rng is None and self._engine is not None and ((self.at_step_end and self._due) or self.parting.here):
             self._rng = rng.capture()
 
     def _look(self, step: int) -> None:
-        """Checks for a preemption once per step; the answer holds for the whole step."""
-        if step != self._looked:
-            self.parting.look(step, self._caller)
-            self._looked = step
+        """Once per step: whether a cut is due, and whether all ranks leave. The answers hold for the whole step.
+
+        A cut is always due after the first step: the memory that a save needs is known then, and is allocated.
+        """
+        self.parting.look(step, self._caller)
+        self._saves = save_due(self._reporter.cadence, step)
+        self._due = self._saves or not self._prepared
+        self._looked = step
 
     def batch_requested(self, step: int) -> bool:
         """The step boundary after optimizer step `step`: marks become commits. True if a cut is due now."""
@@ -215,11 +222,15 @@ class Session:
             self._surface.raise_if_met()
         self._data.commit()
         self._time_step(step)
-        self._look(step)
-        if self.parting.here and self._engine is None:
-            self._part(step, None)
-        due, self.at_step_end = self._cut_due(step), False
-        return due
+        if step != self._looked:
+            self._look(step)
+        # later requests of an accumulation window count batches that are not in the step yet
+        ended, self.at_step_end = self.at_step_end, False
+        if self._engine is None:
+            if self.parting.here:
+                self._part(step, None)
+            return False
+        return (ended and self._due) or self.parting.here
 
     def cut(self, step: int, state: Any) -> None:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
@@ -228,7 +239,7 @@ class Session:
         if self.parting.here:
             return self._part(step, state)
         self._prepared = True
-        if not save_due(self._reporter.cadence, step):
+        if not self._saves:
             self._engine.prepare(self._engine.image_bytes(self._tree(state)))
             return
         self._cut_at = step
@@ -388,14 +399,6 @@ class Session:
         self._reporter.start(plan.cadence, plan.restore.generation.step if plan.restore is not None else 0)
         if orders := drill():
             testing.arm(self, orders)
-
-    def _cut_due(self, step: int) -> bool:
-        """Only at the first request after a step: later ones of an accumulation window count batches not yet in it.
-
-        Always after the first step: the memory that a cut needs is known then, and is allocated.
-        """
-        due = not self._prepared or save_due(self._reporter.cadence, step)
-        return self._engine is not None and ((self.at_step_end and due) or self.parting.here)
 
     def _tree(self, state: Any) -> dict[str, Any]:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}

@@ -6,6 +6,7 @@ as one batch, so a step has the same samples at any world size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Share(NamedTuple):
     weight: float
 
 
+@functools.lru_cache(maxsize=64)
 def share(samples: int, rank: int, world_size: int) -> Share:
     """The rows of `rank` of a step of `samples`. A rank without any repeats the first, so that it takes part.
 

@@ -6,7 +6,6 @@ import enum
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +31,10 @@ class _Part(enum.IntEnum):
     OTHER = 5
 
 
-class _Timed(NamedTuple):
+_PARTS = len(_Part)
+
+
+class _Timed(msgspec.Struct, frozen=True):
     """Seconds of one step, in the order of `_Part`. `apart`: its compute holds no waiting for other ranks."""
 
     seconds: list[float]
@@ -43,13 +45,16 @@ class StepClock:
     """Each call ends a part of the step. The training thread makes them, and the backward pass calls
     `backward_ended`, in whichever thread it runs; `window` is called by one other thread.
 
+    There are up to ten calls in a step, and each call of a Python function costs it 2 us, as the CPU's caches hold the
+    step's own data by then. Therefore, each method adds up the time itself.
+
     Args:
         now: seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._last = now, now()
-        self._seconds, self._stepped, self._ends = [0.0] * len(_Part), False, 0
+        self._seconds, self._stepped, self._ends = [0.0] * _PARTS, False, 0
         self._apart, self._fetched, self._optimizes, self._begun, self._in_step = False, False, False, False, True
         self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
         self._window_from: float | None = None
@@ -59,45 +64,52 @@ class StepClock:
         """`counted` returns `micro_batches`, `total_micro_batches` and `rebalanced` of `StepPhases`, at each window."""
         self._micro_batches = counted
 
-    def _ended(self, part: _Part) -> None:
-        now = self._now()
-        self._seconds[part] += now - self._last
-        self._last = now
-
     def boundary(self) -> None:
         """The next batch is requested. After a step, that step is over."""
+        now = self._now()
+        waits = self._fetched and not self._stepped  # a micro-batch; otherwise a step is over, or an epoch began
+        self._seconds[_Part.COMPUTE if waits else _Part.OTHER] += now - self._last
+        self._last = now
         if not self._stepped:
-            return self._ended(_Part.COMPUTE if self._fetched else _Part.OTHER)  # an epoch began, or a micro-batch
-        self._ended(_Part.OTHER)
+            return
         if self._begun and self._fetched and self._optimizes:  # there are adapters that do not make these calls
             self._steps.append(_Timed(self._seconds, self._apart and self._ends == 1))
         self._stepped, self._ends, self._apart, self._fetched, self._optimizes = False, 0, False, False, False
         self._begun = True  # the first step may compile, or load libraries
-        self._seconds = [0.0] * len(_Part)
+        self._seconds = [0.0] * _PARTS
 
     def saved(self) -> None:
         """What is saved at this boundary is copied, or its copy has begun."""
-        self._ended(_Part.CHECKPOINT)
+        now = self._now()
+        self._seconds[_Part.CHECKPOINT] += now - self._last
+        self._last = now
 
     def fetched(self, in_step: bool = True) -> None:
         """A batch is handed out. `in_step`: see `StepPhases`."""
-        self._ended(_Part.DATA)
+        now = self._now()
+        self._seconds[_Part.DATA] += now - self._last
+        self._last = now
         self._fetched, self._in_step = True, in_step
 
     def backward_ended(self) -> None:
         """This rank's gradients are all computed, and the last of them is about to be reduced."""
-        self._ended(_Part.COMPUTE)
+        now = self._now()
+        self._seconds[_Part.COMPUTE] += now - self._last
+        self._last = now
         self._ends += 1
 
     def optimizing(self) -> None:
         """The optimizer begins its step: all gradients are reduced."""
-        self._ended(_Part.NETWORK if self._ends else _Part.COMPUTE)
+        now = self._now()
+        self._seconds[_Part.NETWORK if self._ends else _Part.COMPUTE] += now - self._last
+        self._last = now
         self._apart, self._optimizes = self._ends == 1, True
 
     def stepped(self) -> None:
         """The optimizer has made its step."""
-        self._ended(_Part.OPTIMIZER)
-        self._stepped = True
+        now = self._now()
+        self._seconds[_Part.OPTIMIZER] += now - self._last
+        self._last, self._stepped = now, True
 
     def window(self, step: int, now: float) -> StepPhases | None:
         """The window since the last one, once it is long enough. `step`: the last one made. `now`: monotonic."""

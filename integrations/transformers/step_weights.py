@@ -29,13 +29,15 @@ class StepWeights:
         self._even, self._progress, self._full_scale = not isinstance(loader, EvenLoader), loader.sampler.progress, 0.0
         self._scales: list[float] = []
         self._number = -1
+        self.ghost = False
+        """True if the current micro-batch only repeats one, so that ranks do not differ in their number of batches."""
         self._inside = self._fetched = False
         self._repeat = contextlib.ExitStack()
         """What holds while a micro-batch is repeated."""
 
     def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one step."""
-        self._scales, self._number, self._fetched = [], -1, True
+        self._scales, self._number, self.ghost, self._fetched = [], -1, False, True
         for batch in batches:
             self._scales.append(self._scale())
             yield batch
@@ -48,16 +50,12 @@ class StepWeights:
             self._full_scale = mean_scale(self._loader)
         return self._full_scale
 
-    @property
-    def ghost(self) -> bool:
-        """True if the current micro-batch only repeats one, so that ranks do not differ in their number of batches."""
-        return self._number >= 0 and self._scales[self._number] == 0.0
-
     def micro_batch(self, inside: bool) -> None:
         """The training step of the next micro-batch begins (True), or ends (False)."""
         self._inside = inside
         if inside:
             self._number += 1
+            self.ghost = self._scales[self._number] == 0.0
         if not self.ghost:
             return
         if inside:
