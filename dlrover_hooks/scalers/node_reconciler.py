@@ -284,7 +284,8 @@ class NodeReconciler:
 
     def knows(self, launch: int) -> bool:
         """There is such a node, or it is to be."""
-        return self._find(launch) is not None
+        slot = self._find(launch)
+        return slot is not None and slot.state is not NodeState.ENDED
 
     def nodes(self) -> tuple[ScaledNode, ...]:
         """Those that are listed, by type and id."""
