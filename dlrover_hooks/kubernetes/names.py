@@ -15,6 +15,8 @@ NODE_ANNOTATION = "dlrover-hooks/node"
 """The `Node` of a Pod, as JSON."""
 LAUNCH_ANNOTATION = "dlrover-hooks/launch"
 """Which scaler has created a Pod, and in which of its launches."""
+LIFE_ANNOTATION = "dlrover-hooks/scaler"
+"""Which scaler has written a `ScalePlan`."""
 MOST = 63
 """Characters of a label's value and of a host name (RFC 1123)."""
 _HASH = 8

@@ -55,6 +55,9 @@ class PodWatchingScaler(ReconcilingScaler):
         settings: see `PodSettings`.
     """
 
+    killed_s = 60.0
+    """The machines of many Pods tell an API server in turn that they are gone."""
+
     def __init__(
         self, job: str, api: ApiServer, namespace: str, owner: Manifest | None, **settings: Unpack[PodSettings]
     ) -> None:

@@ -16,8 +16,8 @@ from dlrover_hooks.scalers.scaler import NodeChanges, NodeState, ScaledNode, Sca
 
 log = logging.getLogger("dlrover_hooks.scaler")
 _LONGEST_WAIT_S = 60.0
-_KILL_S = 5.0
-"""A killed node is gone within so long, unless the kernel or the platform does not answer."""
+_END_S = 5.0
+"""Timeout of the threads at the end."""
 _AGAIN_S = 1.0
 
 
@@ -29,6 +29,9 @@ class ReconcilingScaler(Scaler):
         starts_at_once: so many nodes are started at the same time.
         retries: of failed starts.
     """
+
+    killed_s = 5.0
+    """A killed node is gone within so many seconds, unless the kernel or the platform does not answer."""
 
     def __init__(self, job: str, *, starts_at_once: int = 8, retries: StartRetries | None = None) -> None:
         self._job = job
@@ -130,12 +133,12 @@ class ReconcilingScaler(Scaler):
             self._nodes.remove_all(time.monotonic())
             self._changed.notify_all()
             started = self._threads[0].started
-            if started and not self._changed.wait_for(lambda: self._nodes.idle, grace_s + _KILL_S):
+            if started and not self._changed.wait_for(lambda: self._nodes.idle, grace_s + self.killed_s):
                 left = ", ".join(one.node.name for one in self._nodes.nodes())
                 log.error("job %s: these nodes did not end, and are abandoned: %s", self._job, left)
             self._over = True
             self._changed.notify_all()
-        deadline = time.monotonic() + _KILL_S
+        deadline = time.monotonic() + _END_S
         for thread in self._threads:
             thread.stop(max(0.0, deadline - time.monotonic()))
         self._close()

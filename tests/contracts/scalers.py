@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 import pytest
 
+from dlrover_hooks.errors import KubernetesFailed
+from dlrover_hooks.kubernetes import names
+from dlrover_hooks.kubernetes.api_server import ApiServer
 from dlrover_hooks.protocol import Node
+from dlrover_hooks.scalers.elastic_job_scaler import ElasticJobScaler
 from dlrover_hooks.scalers.node_reconciler import StartRetries
 from dlrover_hooks.scalers.pod_scaler import PodScaler
 from dlrover_hooks.scalers.process_scaler import ProcessScaler
 from dlrover_hooks.scalers.scaler import Scaler
 from dlrover_hooks.testing import FakeScaler
+from tests.kubernetes import operators
 from tests.kubernetes.control_plane import control_plane
 
 SOON = StartRetries(attempts=3, first_s=0.01, longest_s=0.05)
@@ -96,9 +102,15 @@ class Pods:
         self._folder, self._plane = folder, control_plane()
         self._namespace = self._plane.namespace()
         self.before_start: Callable[[Node], object] = lambda node: None
-        self.scaler = PodScaler(
+        self.scaler = self._scaler()
+
+    def _scaler(self) -> Scaler:
+        return PodScaler(
             "contract", self._plane.api, self._namespace, self._pod, starts_at_once=AT_ONCE, retries=SOON, grace_s=0.0
         )
+
+    def close(self) -> None:
+        """After the scaler has stopped."""
 
     def alive(self) -> list[str]:
         return [name.removeprefix("contract-") for name in self._plane.kubelet.alive(self._namespace)]
@@ -115,6 +127,39 @@ class Pods:
         return {"spec": {"containers": [{"name": "main", "image": "none", "command": command}]}}
 
 
+class OperatedPods(Pods):
+    """`ElasticJobScaler`, with an operator in this process. A Pod whose `before_start` raises is refused."""
+
+    def _scaler(self) -> Scaler:
+        self.operator = operators.started(_Refusing(self._plane.kubeconfig, self._before), self._namespace)
+        job = operators.apply_job(self._plane.api, self._namespace, "contract", command=list(_by_name(self._folder)))
+        return ElasticJobScaler(job, self._plane.api, starts_at_once=AT_ONCE, retries=SOON, grace_s=0.0)
+
+    def close(self) -> None:
+        """See `Pods`."""
+        self.operator.stop()
+
+    def _before(self, node: Node) -> None:
+        _waits(self._folder, node.name)
+        self.before_start(node)
+
+
+class _Refusing(ApiServer):
+    """Refuses to create a Pod as `before` says."""
+
+    def __init__(self, kubeconfig: str, before: Callable[[Node], object]) -> None:
+        super().__init__(kubeconfig=kubeconfig)
+        self._before = before
+
+    def create(self, path: str, body: Mapping[str, Any], **query: Any) -> dict[str, Any]:
+        if body["kind"] == "Pod":
+            try:
+                self._before(msgspec.json.decode(body["metadata"]["annotations"][names.NODE_ANNOTATION], type=Node))
+            except BaseException as error:
+                raise KubernetesFailed(str(error), code=403) from error
+        return super().create(path, body, **query)
+
+
 def _pipe(folder: Path, name: str) -> Path:
     return folder / f"{name}.pipe"
 
@@ -126,8 +171,24 @@ def _waits(folder: Path, name: str) -> tuple[str, ...]:
     return "sh", "-c", 'read code < "$1"; exit "$code"', "sh", str(_pipe(folder, name))
 
 
-PLATFORMS: dict[str, Callable[[Path], Platform]] = {"memory": InMemory, "processes": OnThisMachine, "pods": Pods}
-PARAMETERS = [pytest.param(name, marks=pytest.mark.kubernetes) if name == "pods" else name for name in PLATFORMS]
+def _by_name(folder: Path) -> tuple[str, ...]:
+    """The same for a template that all nodes share: the node is known by the name of its Pod, in HOSTNAME."""
+    return "sh", "-c", 'read code < "$1/${HOSTNAME#contract-}.pipe"; exit "$code"', "sh", str(folder)
+
+
+PLATFORMS: dict[str, Callable[[Path], Platform]] = {
+    "memory": InMemory, "processes": OnThisMachine, "pods": Pods, "operator": OperatedPods,
+}  # fmt: skip
+ON_KUBERNETES = {"pods", "operator"}
+
+
+def _parameters(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.kubernetes) if name in ON_KUBERNETES else name for name in names]
+
+
+PARAMETERS = _parameters(PLATFORMS)
+STARTING_HERE = _parameters(name for name in PLATFORMS if name != "operator")
+"""Those that run `before_start` in a thread of the scaler. An operator is another process, as a rule."""
 
 
 @contextlib.contextmanager
@@ -139,3 +200,5 @@ def started(name: str, folder: Path) -> Iterator[Platform]:
         yield platform
     finally:
         platform.scaler.stop(0.0)
+        if isinstance(platform, Pods):
+            platform.close()

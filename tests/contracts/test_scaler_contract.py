@@ -12,7 +12,7 @@ import pytest
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.protocol import Node, NodeExit, NodeGroupResource, NodeResource, NodeType, ScalePlan
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
-from tests.contracts.scalers import AT_ONCE, PARAMETERS, PLATFORMS, SOON, Platform, started
+from tests.contracts.scalers import AT_ONCE, PARAMETERS, PLATFORMS, SOON, STARTING_HERE, Platform, started
 from tests.waiting import until
 
 
@@ -148,6 +148,7 @@ def test_a_failed_start_is_tried_again(platform: Platform) -> None:
     until(lambda: platform.alive() == ["worker-0"], "a node in the end")
 
 
+@pytest.mark.parametrize("platform", STARTING_HERE, indirect=True)
 def test_what_no_start_should_raise_is_raised_by_the_next_call_and_the_scaler_goes_on(platform: Platform) -> None:
     errors = iter([SystemExit(3)])
 

@@ -229,6 +229,7 @@ class ProcessKubelet:
 
     def _environment(self, pod: _Pod) -> dict[str, str]:
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
+        env["HOSTNAME"] = pod.manifest["metadata"]["name"]
         for entry in pod.container.get("env", ()):
             source = entry.get("valueFrom", {})
             if "fieldRef" in source:

@@ -1,0 +1,307 @@
+"""Watches jobs, plans and Pods, and does what `pod_actions` says, for every job of a cluster or of a namespace."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+import time
+from collections import deque
+
+import msgspec
+
+from dlrover_hooks.errors import KubernetesFailed, UsageError
+from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.kubernetes import custom_resources, names, node_pods
+from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
+from dlrover_hooks.kubernetes.custom_resources import ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.list_watch import ListWatch
+from dlrover_hooks.kubernetes.object_cache import ObjectChange
+from dlrover_hooks.kubernetes.pod_status import pod_end
+from dlrover_hooks.master.operator.scale_plan_actions import CreatePod, DeletePod, next_status, pod_actions, unreported
+from dlrover_hooks.master.operator.work_queue import WorkQueue
+
+log = logging.getLogger("dlrover_hooks.operator")
+JobKey = tuple[str, str]
+"""Namespace and name of an `ElasticJob`."""
+WORKERS, REQUESTS = 4, 16
+"""Jobs that are compared, and Pods that are created or deleted, at the same time."""
+RESYNC_S = 300.0
+LIST_S = 60.0
+"""Within this time the API server must have listed jobs, plans and Pods."""
+_AGAIN_S = 1.0
+"""Pause after a request that the API server did not answer."""
+_LONGEST_WAIT_S = 60.0
+_OURS = f"{names.MANAGED_BY}={names.MANAGER}"
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """Something to do about one Pod of a job."""
+
+    job: Manifest
+    owner: Manifest
+    name: str
+    action: CreatePod | DeletePod
+
+
+class Operator:
+    """Level-triggered: each job is compared with what there is, whenever one of its objects changes and every
+    `resync_s` seconds, so it does not matter which changes were seen.
+
+    Args:
+        api: the cluster.
+        namespace: only its jobs; None: of the whole cluster.
+
+    Threads: its own. `start` raises `KubernetesFailed` if the cluster does not list what is needed: its definitions
+    are not installed, or this account may not.
+    """
+
+    def __init__(self, api: ApiServer, namespace: str | None = None, *, resync_s: float = RESYNC_S) -> None:
+        self._api = api
+        self._changed = threading.Condition()
+        self._queue = WorkQueue[JobKey](resync_s)
+        self._jobs, self._plans = dict[JobKey, Manifest](), dict[JobKey, dict[str, Manifest]]()
+        self._pods = dict[JobKey, dict[str, Manifest]]()
+        """By the name of their job, then by name."""
+        custom = f"/apis/{custom_resources.API_VERSION}"
+        at = "" if namespace is None else f"/namespaces/{namespace}"
+        self._watches = [
+            ListWatch(api, f"{custom}{at}/{custom_resources.ELASTIC_JOBS}", self._job_changed),
+            ListWatch(api, f"{custom}{at}/{custom_resources.SCALE_PLANS}", self._plan_changed),
+            ListWatch(api, f"/api/v1{at}/pods", self._pod_changed, label_selector=_OURS),
+        ]  # fmt: skip
+        self._requests, self._busy = deque[_Request](), dict[JobKey, set[str]]()
+        """Not begun yet; names of Pods for which there is one, or one is under way."""
+        self._tried = dict[JobKey, list[TriedPod]]()
+        """Not seen in a status yet."""
+        self._over = False
+        runs = [("job", self._compare_jobs)] * WORKERS + [("pod", self._change_pods)] * REQUESTS
+        self._threads = [
+            BackgroundThread(f"dlrover-hooks-operator-{kind}-{number}", run, where="operator", again_s=_AGAIN_S)
+            for number, (kind, run) in enumerate(runs)
+        ]
+
+    def start(self) -> None:
+        """List everything, and begin."""
+        try:
+            for watch in self._watches:
+                watch.start(LIST_S)
+        except KubernetesFailed:
+            self.stop()
+            raise
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        """Raise what a thread met since the last call."""
+        for one in (*self._watches, *self._threads):
+            one.check()
+
+    def stop(self) -> None:
+        """End the threads. Pods and plans stay as they are. Idempotent."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        for one in (*self._watches, *self._threads):
+            one.stop()
+
+    # ---- what there is ----------------------------------------------------------------------------------------------
+
+    def _job_changed(self, change: ObjectChange) -> None:
+        meta = change.manifest["metadata"]
+        key = meta["namespace"], meta["name"]
+        with self._changed:
+            if not change.deleted:
+                self._jobs[key] = change.manifest
+            elif self._jobs.get(key, change.manifest)["metadata"]["uid"] == change.uid:
+                self._jobs.pop(key, None)
+            self._add(key)
+
+    def _plan_changed(self, change: ObjectChange) -> None:
+        self._keep(self._plans, change)
+
+    def _pod_changed(self, change: ObjectChange) -> None:
+        self._keep(self._pods, change)
+
+    def _keep(self, kept: dict[JobKey, dict[str, Manifest]], change: ObjectChange) -> None:
+        meta = change.manifest["metadata"]
+        owners = [one["name"] for one in meta.get("ownerReferences", ()) if one["kind"] == "ElasticJob"]
+        if not owners:
+            return
+        key, name = (meta["namespace"], owners[0]), meta["name"]
+        with self._changed:
+            mine = kept.setdefault(key, {})
+            if not change.deleted:
+                mine[name] = change.manifest
+            elif mine.get(name, change.manifest)["metadata"]["uid"] == change.uid:
+                mine.pop(name, None)
+            if not mine:
+                del kept[key]
+            self._add(key)
+
+    def _add(self, key: JobKey) -> None:
+        self._queue.add(key, time.monotonic())
+        self._changed.notify_all()
+
+    # ---- work -------------------------------------------------------------------------------------------------------
+
+    def _compare_jobs(self) -> None:
+        while (key := self._next()) is not None:
+            try:
+                self._reconcile(key)
+            except (KubernetesFailed, msgspec.ValidationError) as error:
+                log.warning("job %s/%s: %s Trying again.", *key, error)
+                self._failed(key)
+            except BaseException:
+                self._failed(key)
+                raise
+            else:
+                with self._changed:
+                    self._queue.done(key, time.monotonic(), known=key in self._jobs)
+
+    def _next(self) -> JobKey | None:
+        with self._changed:
+            while not self._over:
+                now = time.monotonic()
+                if (key := self._queue.take(now)) is not None:
+                    return key
+                self._changed.wait(min(max(0.0, self._queue.due() - now), _LONGEST_WAIT_S))
+        return None
+
+    def _failed(self, key: JobKey) -> None:
+        with self._changed:
+            self._queue.failed(key, time.monotonic())
+            self._changed.notify_all()
+
+    def _reconcile(self, key: JobKey) -> None:
+        with self._changed:
+            job = self._jobs.get(key)
+            plans, pods = list(self._plans.get(key, {}).values()), list(self._pods.get(key, {}).values())
+        if job is None or "deletionTimestamp" in job["metadata"]:  # what is left is deleted with it
+            with self._changed:
+                self._tried.pop(key, None)
+            return
+        owner = custom_resources.owner_reference(job)
+        pods = [pod for pod in pods if node_pods.is_owned(pod, owner)]
+        for plan in plans:
+            kept = names.LIFE_ANNOTATION in plan["metadata"].get("annotations", {})
+            if kept and node_pods.is_owned(plan, owner):
+                self._carry_out(key, job, plan, pods, owner)
+
+    def _carry_out(self, key: JobKey, job: Manifest, plan: Manifest, pods: list[Manifest], owner: Manifest) -> None:
+        """Raises KubernetesFailed if the API server is away, or refuses what this account needs."""
+        spec, status = custom_resources.plan_spec(plan), custom_resources.plan_status(plan)
+        with self._changed:
+            tried = self._tried[key] = unreported(spec, status, self._tried.get(key, ()))
+            known = msgspec.structs.replace(status, tried_pods=status.tried_pods + tried)
+            create, delete = pod_actions(spec, known, pods)
+            busy = self._busy.get(key, set())
+            asked = [(one.name, one) for one in create] + [(one.pod["metadata"]["name"], one) for one in delete]
+            new = [_Request(job, owner, name, one) for name, one in asked if name not in busy]
+            if new:
+                self._requests += new
+                self._busy[key] = busy | {one.name for one in new}
+                self._changed.notify_all()
+        self._report(plan, spec, status, tried, over=not asked)
+
+    # ---- Pods -------------------------------------------------------------------------------------------------------
+
+    def _change_pods(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._requests or self._over)
+                if self._over:
+                    return
+                request = self._requests.popleft()
+            key = request.job["metadata"]["namespace"], request.job["metadata"]["name"]
+            tried, at = None, time.monotonic()
+            try:
+                if isinstance(request.action, CreatePod):
+                    tried = self._create(request.job, request.action, request.owner)
+                else:
+                    self._delete(request.action)
+            except KubernetesFailed as error:
+                log.warning("job %s/%s: Pod %s: %s Trying again.", *key, request.name, error.message)
+                at += _AGAIN_S
+            finally:
+                with self._changed:
+                    self._busy[key].discard(request.name)
+                    if not self._busy[key]:
+                        del self._busy[key]
+                    if tried is not None:
+                        self._tried.setdefault(key, []).append(tried)
+                    self._queue.add(key, at)
+                    self._changed.notify_all()
+
+    def _create(self, job: Manifest, action: CreatePod, owner: Manifest) -> TriedPod:
+        """Raises KubernetesFailed if it is not known whether it was created, or it may be later."""
+        namespace, entry = job["metadata"]["namespace"], action.entry
+        message = ""
+        try:
+            template = _template(job, entry.type)
+            pod = node_pods.node_pod(job["metadata"]["name"], entry.node(), template, entry.launch, owner)
+            self._api.create(node_pods.pods_path(namespace), pod)
+        except (UsageError, ValueError) as error:
+            message = str(error)
+        except KubernetesFailed as error:
+            if not error.code:
+                raise
+            message = error.message if error.code != node_pods.CONFLICT else self._taken(namespace, action, error)
+        return TriedPod(entry.name, entry.launch, entry.attempt, message)
+
+    def _taken(self, namespace: str, action: CreatePod, error: KubernetesFailed) -> str:
+        """Why a Pod that exists already is not this one; empty: it is. Raises `error` if it will soon be gone."""
+        try:
+            found = self._api.get(f"{node_pods.pods_path(namespace)}/{action.name}")
+        except KubernetesFailed as gone:
+            if gone.code == node_pods.NOT_FOUND:
+                raise error from None
+            raise
+        if node_pods.launch_of(found) == action.entry.launch:
+            return ""
+        if names.LAUNCH_ANNOTATION in found["metadata"].get("annotations", {}):
+            raise error  # the watch has not told it yet
+        return error.message
+
+    def _delete(self, action: DeletePod) -> None:
+        pod = action.pod
+        meta = pod["metadata"]
+        path = f"{node_pods.pods_path(meta['namespace'])}/{meta['name']}"
+        try:
+            if pod_end(pod) is not None:
+                self._api.delete(path, uid=meta["uid"])
+                return
+            bound = bool(pod["spec"].get("nodeName"))
+            node_pods.delete_pod(
+                self._api, path, bound=bound, grace_s=action.grace_s, over=lambda: self._over, uid=meta["uid"]
+            )
+        except KubernetesFailed as error:
+            if error.code not in (node_pods.NOT_FOUND, node_pods.CONFLICT):
+                raise
+
+    def _report(
+        self, plan: Manifest, spec: ScalePlanSpec, status: ScalePlanStatus, tried: list[TriedPod], *, over: bool
+    ) -> None:
+        meta = plan["metadata"]
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        found = next_status(spec, status, meta["generation"], tried, now, over=over)
+        if found == status:
+            return
+        path = f"{custom_resources.path(meta['namespace'], custom_resources.SCALE_PLANS)}/{meta['name']}/status"
+        body = {"triedPods": [], "finishTime": None} | msgspec.to_builtins(found)
+        try:
+            self._api.patch(path, {"status": body})
+        except KubernetesFailed as error:
+            if error.code != node_pods.NOT_FOUND:
+                raise
+
+
+def _template(job: Manifest, kind: str) -> Manifest:
+    """The Pod of this type. Raises UsageError if the job has none."""
+    replica = job["spec"]["replicaSpecs"].get(kind)
+    if replica is None or "template" not in replica:
+        name = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
+        raise UsageError(
+            f"job {name} has no template of a {kind}", hint=f"add spec.replicaSpecs.{kind}.template to the ElasticJob"
+        )
+    return replica["template"]
