@@ -48,7 +48,6 @@ class PodMeta(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     id: int
     resource: dict[str, str | int] = {}
     rank_index: int = 0
-    service: str = ""
     priority: str = ""
     launch: str = ""
     """See `names.LAUNCH_ANNOTATION`: no Pod of another launch is this one."""
@@ -80,10 +79,9 @@ class PodMeta(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class ReplicaResourceSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """How many Pods of a type, and what each of them has."""
+    """How many Pods of a type there are to be."""
 
     replicas: int = 0
-    resource: dict[str, str | int] = {}
 
 
 class ScalePlanSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -97,9 +95,7 @@ class ScalePlanSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=T
     replica_resource_specs: dict[str, ReplicaResourceSpec] = {}
     create_pods: list[PodMeta] = []
     remove_pods: list[PodMeta] = []
-    migrate_pods: list[PodMeta] = []
     ps_hosts: list[str] = []
-    manual_scaling: bool = False
 
 
 class TriedPod(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -131,20 +127,13 @@ def plan_status(manifest: Manifest) -> ScalePlanStatus:
     return msgspec.convert(manifest.get("status") or {}, ScalePlanStatus)
 
 
-_SUFFIXES = {
-    "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
-}  # fmt: skip
-
-
 def quantity(text: str | int) -> float:
     """An amount such as 2, "500m" or "256Mi". Raises ValueError if it is none."""
-    if isinstance(text, int):
-        return float(text)
-    digits = text.rstrip("numkMGTPEi")
+    from kubernetes.utils import parse_quantity  # imported here: it takes longer than all that plans need
+
     try:
-        return float(digits) * _SUFFIXES[text[len(digits) :]]
-    except (ValueError, KeyError):
+        return float(parse_quantity(text))
+    except ValueError:
         raise ValueError(f"{text!r} is no quantity of Kubernetes, such as 2, 500m or 256Mi") from None
 
 

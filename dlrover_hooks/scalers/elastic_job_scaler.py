@@ -165,7 +165,7 @@ class ElasticJobScaler(PodWatchingScaler):
 
     def _plan_changed(self, change: ObjectChange) -> None:
         if change.deleted:
-            with self._changed:  # somebody has deleted it, or the job
+            with self._changed:  # a user has deleted it, or its job
                 self._edit()
             return
         status = custom_resources.plan_status(change.manifest)

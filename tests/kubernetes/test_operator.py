@@ -190,7 +190,7 @@ def test_an_operator_that_starts_later_finds_what_to_do(job: Job) -> None:
     assert job.pods()["job-worker-1"] == before["job-worker-1"]
 
 
-def test_a_pod_that_somebody_deletes_is_reported_and_not_created_again(job: Job) -> None:
+def test_a_pod_that_a_user_deletes_is_reported_and_not_created_again(job: Job) -> None:
     """Whether the node is replaced is decided by the master."""
     job.operator()
     scaler = job.scaler()
@@ -343,7 +343,7 @@ def test_the_account_of_a_master_may_not_create_or_delete_pods(job: Job) -> None
 
 
 def test_an_operator_that_may_not_list_jobs_says_so(job: Job) -> None:
-    account = job.plane.account(job.namespace, "nobody")
+    account = job.plane.account(job.namespace, "without-roles")
     with pytest.raises(KubernetesFailed, match="forbidden"):
         Operator(account, job.namespace).start()
     account.close()
