@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Seconds
+from dlrover_hooks.protocol.node_resource import NodeResource
 from dlrover_hooks.protocol.resource_plans import Node, ResourceLimits, ResourcePlan
 
 MOST_CHANGES = 4096
@@ -42,8 +43,8 @@ class ScalingPace(Message, frozen=True):
 class StartScaling(Message, frozen=True):
     """Have the master plan the nodes of `job`. Creates the job if it is unknown. The sender starts and removes nodes.
 
-    Sent again, as by a launcher that was restarted, it replaces mode, limits and pace. The nodes that the earlier
-    launcher had started have ended with it: other ones are started.
+    Sent again, as by a launcher that was restarted, it replaces mode, limits, pace and sizes. The nodes that the
+    earlier launcher had started have ended with it: other ones are started, unless `keep_nodes`.
 
     `ps`: the job has parameter servers. Its nodes are the tasks that `AwaitTasks` lists. Refused (BadRequest) for a job
     of the other kind.
@@ -61,6 +62,11 @@ class StartScaling(Message, frozen=True):
     user: Label = ""
     script_hash: Label = ""
     """Both find the finished jobs that are like this one, in Cluster Mode."""
+    keep_nodes: bool = False
+    """The nodes run elsewhere, and a job that is over stays so: it goes on with the nodes that it has."""
+    sizes: dict[str, NodeResource] = msgspec.field(default_factory=dict[str, NodeResource])
+    """By type of node (a value of `NodeType`): what its user has given it. Plans keep it; only nodes that were killed
+    for memory get more."""
 
 
 class ScaleNodes(Message, frozen=True):
@@ -107,6 +113,8 @@ class NodeExit(enum.Enum):
     """The user's program or a setting is wrong: another node would fail in the same way."""
     KILLED = "killed"
     OUT_OF_MEMORY = "out of memory"
+    PREEMPTED = "preempted"
+    """Its machine was taken away, or it was told to go. It is replaced, and counts as no failure."""
     NEVER_STARTED = "never started"
     REMOVED = "removed"
     """As the master had planned."""

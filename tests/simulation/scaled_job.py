@@ -29,6 +29,7 @@ from dlrover_hooks.protocol import (
     Node,
     NodeChange,
     NodeExit,
+    NodeResource,
     NodeVitals,
     ReportNodes,
     ResourceLimits,
@@ -168,7 +169,7 @@ class PlannedJob(abc.ABC):
 
 
 class ScaledJob(PlannedJob):
-    """An all-reduce job. `speed`: steps per second by the number of workers."""
+    """An all-reduce job. `speed`: steps per second by the number of workers. `size`: of each, as its user gave it."""
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class ScaledJob(PlannedJob):
         mode: ScalingMode = ScalingMode.SINGLE_JOB,
         pace: ScalingPace | None = None,
         relaunches: int = 1 << 20,
+        size: NodeResource | None = None,
     ) -> None:
         self.speed, self.started, self.running = speed, dict[str, Node](), dict[str, str]()
         """Every node that was ever started, by name; the incarnation in the round of each that runs, by name."""
@@ -187,9 +189,9 @@ class ScaledJob(PlannedJob):
         """When the number of running nodes changed, and to what."""
         self._lives = itertools.count()
         pace = pace or ScalingPace()
-        super().__init__(
-            StartScaling(JOB, "launcher", mode, limits, pace=pace, relaunches=relaunches), seed, faults or Faults()
-        )
+        sizes = {} if size is None else {"worker": size}
+        request = StartScaling(JOB, "launcher", mode, limits, pace=pace, relaunches=relaunches, sizes=sizes)
+        super().__init__(request, seed, faults or Faults())
 
     def _follow(self) -> None:
         wanted = {node.name: node for node in desired(self.scaling).nodes}

@@ -117,6 +117,17 @@ def test_a_node_that_fails_is_replaced_by_another_one_until_the_budget_is_used_u
     assert sorted(job.started) == ["worker-0", "worker-1", "worker-2"]
 
 
+def test_a_node_that_is_preempted_is_replaced_and_counts_as_no_failure() -> None:
+    job = ScaledJob(scales_well, LIMITS, relaunches=0)
+    job.run(30.0)
+    for number in range(5):
+        (name,) = job.running
+        job.end(name, NodeExit.PREEMPTED, 75)
+        job.run(30.0)
+        assert list(job.running) == [f"worker-{number + 1}"]
+    assert not job.scaling.finished
+
+
 def test_a_users_error_ends_the_job_at_once() -> None:
     job = ScaledJob(scales_well, LIMITS)
     job.run(30.0)
@@ -174,6 +185,9 @@ def test_a_plan_of_a_user_holds_until_it_is_released() -> None:
     job.run(HOUR_S)
     assert len(job.running) == 3
     assert [one.reason for one in job.scaling.history.records][-1] == "asked for by a user"
+    plans = job.scaling.history.made
+    job.apply(set_workers(3))
+    assert job.scaling.history.made == plans, "nothing was to be changed"
     job.apply(set_workers(0, release=True))
     job.run(HOUR_S)
     assert len(job.running) > 3
@@ -207,6 +221,15 @@ def test_a_node_that_does_not_start_is_asked_for_with_fewer_cores() -> None:
     assert job.scaling.problem == "worker-0 did not start within 900 s"
 
 
+def test_a_node_that_does_not_start_keeps_the_size_that_its_user_gave_it() -> None:
+    size = NodeResource(cpu=8.0, memory=2048)
+    job = ScaledJob(scales_well, LIMITS, size=size, faults=Faults(hangs=1.0))
+    job.run(890.0)
+    job.faults = Faults()
+    job.run(60.0)
+    assert job.started["worker-1"].config_resource == size
+
+
 def test_a_launcher_that_was_restarted_gets_other_nodes() -> None:
     job = ScaledJob(scales_well, LIMITS)
     job.run(HOUR_S)
@@ -217,6 +240,46 @@ def test_a_launcher_that_was_restarted_gets_other_nodes() -> None:
     assert len(job.running) == before
     assert job.scaling.history.made == plans  # what was learned is not lost
     assert not set(job.running) & {f"worker-{n}" for n in range(before)}
+
+
+def test_nodes_that_run_elsewhere_are_kept_by_a_launcher_that_was_restarted() -> None:
+    job = ScaledJob(scales_well, LIMITS, mode=ScalingMode.MANUAL)
+    job.run(30.0)
+    job.apply(set_workers(3))
+    job.run(30.0)
+    before = {node.shown.name for node in job.scaling.nodes}
+    job.apply(StartScaling(JOB, "another", ScalingMode.MANUAL, LIMITS, keep_nodes=True))
+    assert {node.shown.name for node in job.scaling.nodes} == before
+    job.end("worker-0", NodeExit.USER_ERROR, 3)
+    assert job.scaling.finished
+    job.apply(StartScaling(JOB, "a third", ScalingMode.MANUAL, LIMITS, keep_nodes=True))
+    assert (job.scaling.finished, job.scaling.exit_code) == (True, 3)
+
+
+@pytest.mark.parametrize("size", [NodeResource(), NodeResource(cpu=2.0, memory=3000)])
+def test_plans_keep_the_size_that_the_user_has_given(size: NodeResource) -> None:
+    job = ScaledJob(saturates, LIMITS, size=size)
+    job.run(HOUR_S)
+    assert len(job.running) > 1
+    assert {node.config_resource for node in job.started.values()} == {size}
+
+
+def test_nodes_killed_for_memory_get_more_than_their_user_gave_them_and_keep_it() -> None:
+    faults = Faults(out_of_memory_above=5000)
+    job = ScaledJob(saturates, LIMITS, size=NodeResource(cpu=2.0, memory=3000), faults=faults)
+    job.run(HOUR_S)
+    sizes = [node.config_resource for node in job.started.values()]
+    assert sizes[0] == NodeResource(cpu=2.0, memory=3000)
+    assert {size.memory for size in sizes[-2:]} == {6000}
+    assert {size.cpu for size in sizes} == {2.0}
+
+
+def test_the_first_plan_of_a_user_has_the_size_that_was_given() -> None:
+    size = NodeResource(cpu=2.0, memory=3000)
+    job = ScaledJob(scales_well, LIMITS, mode=ScalingMode.MANUAL, size=size)
+    job.apply(set_workers(2))
+    job.run(30.0)
+    assert [node.config_resource for node in job.started.values()][-2:] == [size, size]
 
 
 def test_what_is_refused() -> None:

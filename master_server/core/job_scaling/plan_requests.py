@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -44,14 +44,15 @@ def start(job: Job, event: StartScaling, now: float, effects: Effects) -> Desire
     scaling = job.scaling or JobScaling(event.mode, event.limits)
     scaling.mode, scaling.limits = event.mode, event.limits
     scaling.relaunches, scaling.relaunch_window_s = event.relaunches, event.relaunch_window_s
-    scaling.user, scaling.script_hash = event.user, event.script_hash
+    scaling.user, scaling.script_hash, scaling.sizes = event.user, event.script_hash, event.sizes
     scaling.history = plan_verification.at_pace(scaling.history, event.pace)
     job.scaling = scaling
     if event.ps:
         job.ps = job.ps or PSClusters()
         PSManager(job.ps, scaling, now).start()
     else:
-        WorkerManager(scaling, now).forget_processes()
+        if not event.keep_nodes:
+            WorkerManager(scaling, now).forget_processes()
         scaling.workers = min(scaling.workers, event.limits.max_workers)
         if scaling.workers:
             scaling.workers = max(scaling.workers, event.limits.min_workers)
@@ -78,6 +79,8 @@ def made(job: Job, event: PlanMade, now: float, effects: Effects) -> Done:
         raise Stale(f"The plan of job {job.name!r} comes too late: {why}.")
     _check(job, plan)
     plan = _within(plan, scaling.limits)  # they may have changed since it was asked for
+    if not event.answers_out_of_memory:
+        plan = _with_given_sizes(plan, scaling.sizes, {} if first else has(job, scaling, now).node_group_resources)
     if scaling.held and first:
         plan = _lacking(plan, has(job, scaling, now))
     if plan.empty:
@@ -115,9 +118,10 @@ def scale(job: Job, event: ScaleNodes, now: float, effects: Effects) -> DesiredN
         _check_limits(job, plan, scaling.limits)
         before = has(job, scaling, now)
         if job.ps is None:
-            plan = _with_sizes(plan, before)
-        scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
-        _carry_out(job, scaling, plan, now)
+            plan = _with_sizes(plan, before, scaling.sizes)
+        if plan.node_resources or not plan.node_group_resources.items() <= before.node_group_resources.items():
+            scaling.history = plan_verification.carried_out(scaling.history, plan, now, "asked for by a user", before)
+            _carry_out(job, scaling, plan, now)
     scaling.held = not event.release
     return _follow(job, scaling, now, effects)
 
@@ -239,12 +243,28 @@ def has(job: Job, scaling: JobScaling, now: float) -> ResourcePlan:
     return ResourcePlan({NodeType.WORKER.value: group} if scaling.workers else {})
 
 
-def _with_sizes(plan: ResourcePlan, before: ResourcePlan) -> ResourcePlan:
-    """A group without a size keeps the one that it has."""
-    groups = dict(plan.node_group_resources)
-    for name, group in groups.items():
-        if group.node_resource == NodeResource() and (old := before.node_group_resources.get(name)) is not None:
-            groups[name] = NodeGroupResource(group.count, old.node_resource)
+def _with_sizes(plan: ResourcePlan, before: ResourcePlan, given: Mapping[str, NodeResource]) -> ResourcePlan:
+    """A group without a size keeps the one that it has, or that the user has given."""
+    sizes = dict(given) | {name: group.node_resource for name, group in before.node_group_resources.items()}
+    groups = {
+        name: NodeGroupResource(group.count, sizes[name])
+        if group.node_resource == NodeResource() and name in sizes
+        else group
+        for name, group in plan.node_group_resources.items()
+    }
+    return ResourcePlan(groups, plan.node_resources)
+
+
+def _with_given_sizes(
+    plan: ResourcePlan, given: Mapping[str, NodeResource], before: Mapping[str, NodeGroupResource]
+) -> ResourcePlan:
+    """Groups whose size the user has given keep it, or what they got `before`, after an end for memory."""
+    groups = {
+        name: NodeGroupResource(group.count, before[name].node_resource if name in before else given[name])
+        if name in given
+        else group
+        for name, group in plan.node_group_resources.items()
+    }
     return ResourcePlan(groups, plan.node_resources)
 
 

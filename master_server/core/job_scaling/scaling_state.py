@@ -52,6 +52,8 @@ class JobScaling(msgspec.Struct):
     relaunch_window_s: float = 3600.0
     user: str = ""
     script_hash: str = ""
+    sizes: dict[str, NodeResource] = {}
+    """By type of node: those that the user has given."""
     stage: OptimizeStage = OptimizeStage.CREATE
     held: bool = False
     """A user's plan holds: no plan is made."""

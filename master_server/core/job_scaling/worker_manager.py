@@ -114,6 +114,8 @@ class WorkerManager:
             scaling.succeeded += 1
         elif cause is NodeExit.USER_ERROR:
             self._finish(change.exit_code, f"{name} ended with exit code {change.exit_code}{detail}")
+        elif cause is NodeExit.PREEMPTED:
+            scaling.problem = f"{name} was preempted{detail}"
         elif cause in _FAILURES:
             scaling.problem = f"{name} ended ({cause.value}, exit code {change.exit_code}){detail}"
             if cause is NodeExit.OUT_OF_MEMORY:
@@ -144,7 +146,9 @@ class WorkerManager:
         late = [node for node in scaling.present if node.status is NodeStatus.INITIAL]
         for node in [node for node in late if node.since + start_s <= self._now]:
             self._release(node)
-            cpu = max(LEAST_CPU, node.resource.cpu * LESS_CPU) if node.resource.cpu > LEAST_CPU else node.resource.cpu
+            cpu = node.resource.cpu
+            if cpu > LEAST_CPU and node.type.value not in scaling.sizes:
+                cpu = max(LEAST_CPU, cpu * LESS_CPU)
             scaling.problem = f"{node.shown.name} did not start within {start_s:g} s"
             self._charge(1)
             if not scaling.finished:
