@@ -19,6 +19,7 @@ from dlrover_hooks.cli.main import main
 from dlrover_hooks.config import PREFIX, Config
 from dlrover_hooks.master.__main__ import command as master
 from dlrover_hooks.master.brain.__main__ import command as brain
+from dlrover_hooks.master.operator.__main__ import command as operator
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "dlrover_hooks/config/settings.py"
@@ -26,7 +27,7 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
-_COMMANDS = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget")
+_COMMANDS = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget", "manifest")
 
 
 def tables() -> dict[str, str]:
@@ -44,6 +45,7 @@ def tables() -> dict[str, str]:
         ),
         "master_table": flag_table(master, "python -m dlrover_hooks.master", None),
         "brain_table": _brain_table(),
+        "operator_table": flag_table(operator, "python -m dlrover_hooks.master.operator", None),
     }
 
 

@@ -14,6 +14,7 @@ from dlrover_hooks.cli.brain import brain
 from dlrover_hooks.cli.check import check
 from dlrover_hooks.cli.ckpt import ckpt
 from dlrover_hooks.cli.forget_job import forget
+from dlrover_hooks.cli.manifest import manifest
 from dlrover_hooks.cli.plans import plans
 from dlrover_hooks.cli.rehearse import command as rehearse
 from dlrover_hooks.cli.run import run
@@ -74,6 +75,7 @@ main.add_command(brain)
 main.add_command(check)
 main.add_command(ckpt)
 main.add_command(forget)
+main.add_command(manifest)
 main.add_command(plans)
 main.add_command(run)
 main.add_command(rehearse)

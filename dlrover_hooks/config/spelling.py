@@ -9,7 +9,19 @@ from typing import Any
 
 from dlrover_hooks.errors import UsageError
 
-_COMMANDS = ("RUN_", "CHECK_", "VITALS_", "SCALE_", "PLANS_", "BRAIN_", "REHEARSE_", "MASTER_", "FORGET_", "CKPT_")
+_COMMANDS = (
+    "RUN_",
+    "CHECK_",
+    "VITALS_",
+    "SCALE_",
+    "PLANS_",
+    "BRAIN_",
+    "REHEARSE_",
+    "MASTER_",
+    "FORGET_",
+    "CKPT_",
+    "MANIFEST_",
+)
 """Prefixes, after `PREFIX`, of the variables for command options, which click reads."""
 _said = set[str]()
 _log = logging.getLogger("dlrover_hooks")

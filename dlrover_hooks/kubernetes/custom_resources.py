@@ -1,8 +1,9 @@
 """`ElasticJob` and `ScalePlan`, DLRover's objects: their definitions, and how nodes are written in plans. Pure.
 
 Fields and names are those of DLRover's `elastic.iml.github.io/v1alpha1`, so that its objects can be applied as they
-are. `createPods` has more fields here: `launch`, `attempt` and `priority`; `removePods` has `launch` and
-`graceSeconds`; the status of a plan has `triedPods` and `observedGeneration`.
+are. More fields here: of a job `minReplicas`, `maxReplicas`, `cleanPodPolicy` and `ttlSecondsAfterFinished`; of
+`createPods` `launch`, `attempt` and `priority`; of `removePods` `launch` and `graceSeconds`; of the status of a plan
+`triedPods` and `observedGeneration`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from dlrover_hooks.kubernetes import names
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.kubernetes.node_pods import quantities
-from dlrover_hooks.protocol import Node, NodeResource, NodeType
+from dlrover_hooks.kubernetes.elastic_job_spec import CleanPodPolicy
+from dlrover_hooks.kubernetes.node_pods import node_resource, quantities
+from dlrover_hooks.protocol import Node, NodeType, ScalingMode
 
 GROUP, VERSION = "elastic.iml.github.io", "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -66,22 +69,18 @@ class PodMeta(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     def node(self) -> Node:
         """The node. The type of a GPU is then the name of its resource. Raises ValueError for what is no node."""
-        amounts = {name: quantity(value) for name, value in self.resource.items()}
-        gpus = {name: value for name, value in amounts.items() if "/" in name}
-        if len(gpus) > 1:
-            raise ValueError(f"Pod {self.name} has {len(gpus)} kinds of devices: {', '.join(gpus)}")
-        gpu_type, gpu_num = next(iter(gpus.items()), ("", 0.0))
-        resource = NodeResource(
-            amounts.get("cpu", 0.0), round(amounts.get("memory", 0.0) / (1 << 20)), gpu_type, round(gpu_num),
-            self.priority,
-        )  # fmt: skip
+        try:
+            resource = node_resource(self.resource, self.priority)
+        except ValueError as error:
+            raise ValueError(f"Pod {self.name}: {error}") from None
         return Node(NodeType(self.type), self.id, resource, self.name)
 
 
 class ReplicaResourceSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """How many Pods of a type there are to be."""
+    """How many Pods of a type there are to be; None: as many as before. `resource`: of each; empty: as before."""
 
-    replicas: int = 0
+    replicas: int | None = None
+    resource: dict[str, str | int] = {}
 
 
 class ScalePlanSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -108,13 +107,14 @@ class TriedPod(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class ScalePlanStatus(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The `status` of a `ScalePlan`. `phase`: Scaling, or Succeeded. The times: RFC 3339."""
+    """The `status` of a `ScalePlan`. `phase`: Scaling, Succeeded, or Failed (`message` says why). Times: RFC 3339."""
 
     phase: str = ""
     create_time: str | None = None
     finish_time: str | None = None
     tried_pods: list[TriedPod] = []
     observed_generation: int = 0
+    message: str = ""
 
 
 def plan_spec(manifest: Manifest) -> ScalePlanSpec:
@@ -125,16 +125,6 @@ def plan_spec(manifest: Manifest) -> ScalePlanSpec:
 def plan_status(manifest: Manifest) -> ScalePlanStatus:
     """Raises `msgspec.ValidationError` if it is none."""
     return msgspec.convert(manifest.get("status") or {}, ScalePlanStatus)
-
-
-def quantity(text: str | int) -> float:
-    """An amount such as 2, "500m" or "256Mi". Raises ValueError if it is none."""
-    from kubernetes.utils import parse_quantity  # imported here: it takes longer than all that plans need
-
-    try:
-        return float(parse_quantity(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is no quantity of Kubernetes, such as 2, 500m or 256Mi") from None
 
 
 # ---- definitions ----------------------------------------------------------------------------------------------------
@@ -189,13 +179,14 @@ _PLAN_SPEC = _object(
 _TRIED = _object({"name": _TEXT, "launch": _TEXT, "attempt": _COUNT, "message": _TEXT})
 _PLAN_STATUS = _object(
     {
-        "phase": _TEXT, "createTime": _TIME, "finishTime": _TIME, "triedPods": _list(_TRIED),
+        "phase": _TEXT, "message": _TEXT, "createTime": _TIME, "finishTime": _TIME, "triedPods": _list(_TRIED),
         "observedGeneration": {"type": "integer"},
     }
 )  # fmt: skip
 _REPLICA = _object(
     {
-        "replicas": _COUNT, "template": _ANYTHING, "restartCount": _COUNT, "restartTimeout": _COUNT, "autoScale": _FLAG,
+        "replicas": _COUNT, "minReplicas": _COUNT, "maxReplicas": _COUNT, "template": _ANYTHING, "autoScale": _FLAG,
+        "restartCount": _COUNT, "restartTimeout": _COUNT,
         "priority": _TEXT, "restartPolicy": _TEXT, "resource": _RESOURCE,
     }
 )  # fmt: skip
@@ -208,9 +199,12 @@ _CONDITION = _object(
 )  # fmt: skip
 _JOB_SPEC = _object(
     {
-        "distributionStrategy": _TEXT, "optimizeMode": _TEXT, "brainService": _TEXT, "enableElasticScheduling": _FLAG,
-        "enableDynamicSharding": _FLAG, "suspend": _FLAG, "resourceLimits": _RESOURCE,
-        "envs": _map(_ANYTHING), "replicaSpecs": {"type": "object", "properties": dict.fromkeys(_TYPES, _REPLICA)},
+        "distributionStrategy": _TEXT, "optimizeMode": {**_TEXT, "enum": ["", *(mode.value for mode in ScalingMode)]},
+        "brainService": _TEXT, "enableElasticScheduling": _FLAG, "enableDynamicSharding": _FLAG, "suspend": _FLAG,
+        "resourceLimits": _RESOURCE, "envs": _map(_ANYTHING),
+        "cleanPodPolicy": {**_TEXT, "enum": [policy.value for policy in CleanPodPolicy]},
+        "ttlSecondsAfterFinished": _COUNT,
+        "replicaSpecs": {"type": "object", "properties": dict.fromkeys((*_TYPES, names.MASTER_TYPE), _REPLICA)},
     },
     "replicaSpecs",
 )  # fmt: skip
@@ -248,9 +242,9 @@ def _definition(
         "additionalPrinterColumns": columns,
         "schema": {"openAPIV3Schema": _object({"spec": spec, "status": status}, "spec")},
     }  # fmt: skip
-    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
+    named = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
     return {
         "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
         "metadata": {"name": f"{plural}.{GROUP}"},
-        "spec": {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]},
+        "spec": {"group": GROUP, "scope": "Namespaced", "names": named, "versions": [version]},
     }  # fmt: skip

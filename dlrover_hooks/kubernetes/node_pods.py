@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -15,6 +15,7 @@ from dlrover_hooks.protocol import Node, NodeResource
 CONFLICT, NOT_FOUND = 409, 404
 """HTTP status: the object is of another version, or exists already; there is none."""
 _GPU = "nvidia.com/gpu"
+_NOTHING: Mapping[str, str | int] = {}
 
 
 def pods_path(namespace: str) -> str:
@@ -37,11 +38,12 @@ def node_pod(job: str, node: Node, template: Manifest, launch: str, owner: Manif
 
     Args:
         job: its name.
-        template: a Pod: its first container gets requests and limits of the node's `config_resource`.
+        template: a Pod: its first container gets requests and limits of the node's `config_resource`, as far as they
+            are other ones than its own.
         launch: see `names.LAUNCH_ANNOTATION`.
         owner: an `ownerReference`: with this object the Pod is deleted.
 
-    Raises `UsageError` if the template has no containers.
+    Raises `UsageError` if the template has no containers, or sizes that cannot be read.
     """
     pod = copy.deepcopy(template)
     if not pod.get("spec", {}).get("containers"):
@@ -60,9 +62,13 @@ def node_pod(job: str, node: Node, template: Manifest, launch: str, owner: Manif
     pod["spec"]["restartPolicy"] = "Never"
     if node.config_resource.priority:
         pod["spec"]["priorityClassName"] = node.config_resource.priority
-    resources = pod["spec"]["containers"][0].setdefault("resources", {})
-    for kind in ("requests", "limits"):
-        resources[kind] = resources.get(kind, {}) | quantities(node.config_resource)
+    container = pod["spec"]["containers"][0]
+    own = quantities(container_size(container))
+    changed = {name: value for name, value in quantities(node.config_resource).items() if own.get(name) != value}
+    if changed:
+        resources = container.setdefault("resources", {})
+        for kind in ("requests", "limits"):
+            resources[kind] = resources.get(kind, {}) | changed
     return {"apiVersion": "v1", "kind": "Pod"} | pod
 
 
@@ -76,6 +82,39 @@ def quantities(resource: NodeResource) -> dict[str, str]:
     if resource.gpu_num:
         found[resource.gpu_type if "/" in resource.gpu_type else _GPU] = str(resource.gpu_num)
     return found
+
+
+def container_size(container: Manifest, other: Mapping[str, str | int] = _NOTHING) -> NodeResource:
+    """What a container may use: its limits, and what it requests where it has no limit; `other` in place of these.
+
+    Raises `UsageError` if it is no size of a node.
+    """
+    resources = container.get("resources") or {}
+    try:
+        return node_resource({**(resources.get("requests") or {}), **(resources.get("limits") or {}), **other})
+    except ValueError as error:
+        raise UsageError(f"container {container.get('name')!r}: {error}") from None
+
+
+def node_resource(amounts: Mapping[str, str | int], priority: str = "") -> NodeResource:
+    """From the units of Kubernetes. The type of a GPU is then the name of its resource. Raises ValueError."""
+    numbers = {name: quantity(value) for name, value in amounts.items()}
+    devices = {name: value for name, value in numbers.items() if "/" in name}
+    if len(devices) > 1:
+        raise ValueError(f"{len(devices)} kinds of devices: {', '.join(devices)}")
+    device, count = next(iter(devices.items()), ("", 0.0))
+    memory = round(numbers.get("memory", 0.0) / (1 << 20))
+    return NodeResource(numbers.get("cpu", 0.0), memory, device, round(count), priority)
+
+
+def quantity(text: str | int) -> float:
+    """An amount such as 2, "500m" or "256Mi". Raises ValueError if it is none."""
+    from kubernetes.utils import parse_quantity  # imported here: it takes longer than all that plans need
+
+    try:
+        return float(parse_quantity(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is no quantity of Kubernetes, such as 2, 500m or 256Mi") from None
 
 
 def launch_of(pod: Manifest) -> str:

@@ -67,6 +67,7 @@ class ElasticJobScaler(PodWatchingScaler):
         """Changes of the plan; that of the newest one written. Whether this scaler has written at all."""
         self._status = ListWatch(api, self._plans, self._plan_changed, field_selector=f"metadata.name={self.plan_name}")
         self._stale: Stale | None = None
+        self._left = False
         self._threads.append(self._thread("plan", self._write_plans))
 
     def start(self) -> None:
@@ -82,6 +83,11 @@ class ElasticJobScaler(PodWatchingScaler):
             with self._changed:
                 self._ps_hosts = list(plan.ps_addrs)
                 self._edit()
+
+    def leave(self) -> None:
+        """See `PodWatchingScaler`. The plan stays as it was written last."""
+        self._left = True
+        super().leave()
 
     def _check(self) -> None:
         super()._check()
@@ -177,7 +183,7 @@ class ElasticJobScaler(PodWatchingScaler):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._edition > self._written or self._over)
-                if self._edition <= self._written:
+                if self._edition <= self._written or self._left:
                     return
                 edition, spec = self._edition, self._spec()
             try:

@@ -79,6 +79,15 @@ class PodWatchingScaler(ReconcilingScaler):
             self._pods.start(LIST_S)
         super().start()
 
+    def leave(self) -> None:
+        """Instead of `stop`: end the threads, and leave the Pods as they are. Another scaler goes on with them."""
+        with self._changed:
+            if self._stopped:
+                return
+            self._stopped = self._over = True
+            self._changed.notify_all()
+        self._end_threads()
+
     def pod_name(self, node: Node) -> str:
         """Of the Pod of this node."""
         return node_pods.pod_name(self._job, node.name)

@@ -138,6 +138,10 @@ class ReconcilingScaler(Scaler):
                 log.error("job %s: these nodes did not end, and are abandoned: %s", self._job, left)
             self._over = True
             self._changed.notify_all()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """After `_over` was set."""
         deadline = time.monotonic() + _END_S
         for thread in self._threads:
             thread.stop(max(0.0, deadline - time.monotonic()))

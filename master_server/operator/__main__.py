@@ -1,16 +1,24 @@
-"""`python -m dlrover_hooks.master.operator`: keeps the Pods of all `ElasticJob`s as their plans say."""
+"""`python -m dlrover_hooks.master.operator`: keeps the masters and the Pods of all `ElasticJob`s as they are to be."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
+import socket
 import sys
 import threading
+import uuid
 
 import click
 
-from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.errors import HooksError, KubernetesFailed, UsageError
 from dlrover_hooks.kubernetes.api_server import ApiServer
+from dlrover_hooks.master.journal.lease_leadership import TTL_S, LeaseLeadership
+from dlrover_hooks.master.operator import manifests
+from dlrover_hooks.master.operator.health_endpoint import HealthEndpoint
+from dlrover_hooks.master.operator.job_objects import ACCOUNT, PORT, MasterOptions
 from dlrover_hooks.master.operator.operator import Operator
 
 USAGE, FAILED = 78, 70
@@ -20,45 +28,88 @@ log = logging.getLogger("dlrover_hooks.operator")
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--namespace", help="Only the jobs of this namespace. Default: those of the whole cluster.")
+@click.option("--lease", metavar="NAMESPACE",
+              help=f"Of several operators one works: the one that holds the Lease {manifests.NAME} in this namespace. "
+              "Without it: this one works, and there must be no other one.")  # fmt: skip
+@click.option("--lease-duration", "lease_s", default=TTL_S, type=click.IntRange(2, 300), metavar="SECONDS",
+              help="An operator that did not renew the Lease for so long is replaced.")  # fmt: skip
+@click.option("--health-port", type=click.IntRange(0, 65535),
+              help="Answer GET /healthz and /readyz here. Default: not at all.")  # fmt: skip
+@click.option("--master-image", default="", help="Of the Pods of masters. Default: that of the workers of the job.")
+@click.option("--master-account", default=ACCOUNT, help="Their service account, in the namespace of the job.")
+@click.option("--master-port", default=PORT, type=click.IntRange(1, 65535), help="The port of masters.")
 @click.option("--context", help="Of the kubeconfig file. Default: its current one, or the account of this Pod.")
 @click.option(
     "--kubeconfig", type=click.Path(exists=True, dir_okay=False), help="Default: $KUBECONFIG, ~/.kube/config."
 )
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
-def command(namespace: str | None, context: str | None, kubeconfig: str | None, log_level: str) -> None:
-    """Create and delete the Pods of every ElasticJob, as the ScalePlan that its master keeps says.
+def command(
+    namespace: str | None, lease: str | None, lease_s: int, health_port: int | None, master_image: str,
+    master_account: str, master_port: int, context: str | None, kubeconfig: str | None, log_level: str,
+) -> None:  # fmt: skip
+    """Run a master for every ElasticJob, and create and delete Pods for its nodes as the master's ScalePlan says.
 
     It has no state of its own: it may be killed and started again at any time, also as another Pod.
 
     \b
-    In a cluster:   python -m dlrover_hooks.master.operator
+    In a cluster:   dlrover-hooks manifest --image IMAGE | kubectl apply -f -
     From outside:   python -m dlrover_hooks.master.operator --context my-cluster --namespace training
 
-    Exit codes: 0 ended by a signal, 70 the cluster is away or refuses, 78 bad option.
+    Exit codes: 0 ended by a signal, 70 the cluster is away or refuses, or another operator has taken over (start it
+    again), 78 bad option.
     """
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    ending = threading.Event()
+    ending, lost = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     try:
-        api = ApiServer(context, kubeconfig=kubeconfig)
-        operator = Operator(api, namespace)
-        operator.start()
+        with contextlib.ExitStack() as owned:
+            api = ApiServer(context, kubeconfig=kubeconfig)
+            owned.callback(api.close)
+            me = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            leader = None if lease is None else LeaseLeadership(
+                api, lease, manifests.NAME, me, lost.set, ttl_s=lease_s
+            )  # fmt: skip
+            if health_port is not None:
+                health = HealthEndpoint(health_port, lambda: not lost.is_set(), lambda: _ready(leader))
+                health.start()
+                owned.callback(health.stop)
+                click.echo(f"dlrover-hooks operator: /healthz on port {health.port}", err=True)
+            if leader is not None:
+                owned.callback(leader.resign)
+                if not leader.campaign(ending, _Told(leader)):
+                    return
+            operator = Operator(api, namespace, MasterOptions(master_port, master_image, master_account))
+            operator.start()
+            owned.callback(operator.stop)
+            click.echo(f"dlrover-hooks operator: follows {api.url}, {namespace or 'all namespaces'}", err=True)
+            while not ending.wait(_CHECK_S):
+                operator.check()
+                if lost.is_set():
+                    raise KubernetesFailed("the Lease was lost: another operator may work now", hint="start it again")
     except HooksError as error:
         click.echo(f"dlrover-hooks operator: {error}", err=True)
         sys.exit(USAGE if isinstance(error, UsageError) else FAILED)
-    click.echo(f"dlrover-hooks operator: follows {api.url}, {namespace or 'all namespaces'}", err=True)
-    try:
-        while not ending.wait(_CHECK_S):
-            operator.check()
-    except HooksError as error:
-        click.echo(f"dlrover-hooks operator: {error}", err=True)
-        sys.exit(FAILED)
-    finally:
-        operator.stop()
-        api.close()
+
+
+def _ready(leader: LeaseLeadership | None) -> tuple[bool, str]:
+    if leader is None or leader.holds():
+        return True, "leads"
+    return True, f"stands by; the leader is {leader.leader or 'not known'}"
+
+
+class _Told:
+    """Says once which operator leads."""
+
+    def __init__(self, leader: LeaseLeadership) -> None:
+        self._leader, self._said = leader, ""
+
+    def __call__(self) -> None:
+        if self._leader.leader != self._said:
+            self._said = self._leader.leader
+            click.echo(f"dlrover-hooks operator: stands by, {self._said} leads", err=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -14,10 +15,15 @@ from dlrover_hooks.errors import KubernetesFailed, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.kubernetes import custom_resources, names, node_pods
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
-from dlrover_hooks.kubernetes.custom_resources import ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.custom_resources import PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.kubernetes.pod_status import pod_end
+from dlrover_hooks.master.operator import job_objects, manual_scaling
+from dlrover_hooks.master.operator.job_masters import JobMasters
+from dlrover_hooks.master.operator.job_objects import MasterOptions
+from dlrover_hooks.master.operator.job_status import JobSituation
 from dlrover_hooks.master.operator.scale_plan_actions import CreatePod, DeletePod, next_status, pod_actions, unreported
 from dlrover_hooks.master.operator.work_queue import WorkQueue
 
@@ -32,14 +38,16 @@ LIST_S = 60.0
 _AGAIN_S = 1.0
 """Pause after a request that the API server did not answer."""
 _LONGEST_WAIT_S = 60.0
-_OURS = f"{names.MANAGED_BY}={names.MANAGER}"
+_OURS = f"{names.MANAGED_BY} in ({names.MANAGER},{names.OPERATOR})"
+_MASTERS = f"{names.MANAGED_BY}={names.OPERATOR}"
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """Something to do about one Pod of a job."""
+    """Something to do about the Pod `name` of a job. `url`: see `node_template`."""
 
     job: Manifest
     owner: Manifest
+    url: str | None
     name: str
     action: CreatePod | DeletePod
 
@@ -51,17 +59,27 @@ class Operator:
     Args:
         api: the cluster.
         namespace: only its jobs; None: of the whole cluster.
+        masters: how the Pods of masters are made.
 
     Threads: its own. `start` raises `KubernetesFailed` if the cluster does not list what is needed: its definitions
     are not installed, or this account may not.
     """
 
-    def __init__(self, api: ApiServer, namespace: str | None = None, *, resync_s: float = RESYNC_S) -> None:
-        self._api = api
+    def __init__(
+        self,
+        api: ApiServer,
+        namespace: str | None = None,
+        masters: MasterOptions | None = None,
+        *,
+        resync_s: float = RESYNC_S,
+    ) -> None:
+        self._api, self._masters = api, JobMasters(api, masters or MasterOptions())
         self._changed = threading.Condition()
         self._queue = WorkQueue[JobKey](resync_s)
         self._jobs, self._plans = dict[JobKey, Manifest](), dict[JobKey, dict[str, Manifest]]()
-        self._pods = dict[JobKey, dict[str, Manifest]]()
+        self._manual = dict[JobKey, dict[str, Manifest]]()
+        """Plans of users; by the name of their job, then by their own."""
+        self._pods, self._services = dict[JobKey, dict[str, Manifest]](), dict[JobKey, dict[str, Manifest]]()
         """By the name of their job, then by name."""
         custom = f"/apis/{custom_resources.API_VERSION}"
         at = "" if namespace is None else f"/namespaces/{namespace}"
@@ -69,6 +87,7 @@ class Operator:
             ListWatch(api, f"{custom}{at}/{custom_resources.ELASTIC_JOBS}", self._job_changed),
             ListWatch(api, f"{custom}{at}/{custom_resources.SCALE_PLANS}", self._plan_changed),
             ListWatch(api, f"/api/v1{at}/pods", self._pod_changed, label_selector=_OURS),
+            ListWatch(api, f"/api/v1{at}/services", self._service_changed, label_selector=_MASTERS),
         ]  # fmt: skip
         self._requests, self._busy = deque[_Request](), dict[JobKey, set[str]]()
         """Not begun yet; names of Pods for which there is one, or one is under way."""
@@ -116,19 +135,29 @@ class Operator:
             elif self._jobs.get(key, change.manifest)["metadata"]["uid"] == change.uid:
                 self._jobs.pop(key, None)
             self._add(key)
+        if change.deleted:
+            self._masters.forget(change.uid)
 
     def _plan_changed(self, change: ObjectChange) -> None:
-        self._keep(self._plans, change)
+        spec = change.manifest["spec"]
+        if spec.get("manualScaling"):
+            self._keep(self._manual, change, spec["ownerJob"])
+        else:
+            self._keep(self._plans, change)
 
     def _pod_changed(self, change: ObjectChange) -> None:
         self._keep(self._pods, change)
 
-    def _keep(self, kept: dict[JobKey, dict[str, Manifest]], change: ObjectChange) -> None:
+    def _service_changed(self, change: ObjectChange) -> None:
+        self._keep(self._services, change)
+
+    def _keep(self, kept: dict[JobKey, dict[str, Manifest]], change: ObjectChange, job: str | None = None) -> None:
+        """`job`: its name; None: that of the owner."""
         meta = change.manifest["metadata"]
         owners = [one["name"] for one in meta.get("ownerReferences", ()) if one["kind"] == "ElasticJob"]
-        if not owners:
+        if job is None and not owners:
             return
-        key, name = (meta["namespace"], owners[0]), meta["name"]
+        key, name = (meta["namespace"], job or owners[0]), meta["name"]
         with self._changed:
             mine = kept.setdefault(key, {})
             if not change.deleted:
@@ -176,33 +205,96 @@ class Operator:
     def _reconcile(self, key: JobKey) -> None:
         with self._changed:
             job = self._jobs.get(key)
-            plans, pods = list(self._plans.get(key, {}).values()), list(self._pods.get(key, {}).values())
+            manual = list(self._manual.get(key, {}).values())
+            plans, pods, services = (
+                list(one.get(key, {}).values()) for one in (self._plans, self._pods, self._services)
+            )
         if job is None or "deletionTimestamp" in job["metadata"]:  # what is left is deleted with it
             with self._changed:
                 self._tried.pop(key, None)
             return
         owner = custom_resources.owner_reference(job)
-        pods = [pod for pod in pods if node_pods.is_owned(pod, owner)]
-        for plan in plans:
-            kept = names.LIFE_ANNOTATION in plan["metadata"].get("annotations", {})
-            if kept and node_pods.is_owned(plan, owner):
-                self._carry_out(key, job, plan, pods, owner)
+        plans, pods, services = (
+            [one for one in kind if node_pods.is_owned(one, owner)] for kind in (plans, pods, services)
+        )
+        found = _situation(job, pods)
+        again = self._masters.reconcile(found, next(iter(services), None), time.monotonic())
+        if again < math.inf:
+            with self._changed:
+                self._queue.add(key, again)
+        for plan in manual:
+            self._change_job(found, plan)
+        self._carry_out(key, found, plans, services)
 
-    def _carry_out(self, key: JobKey, job: Manifest, plan: Manifest, pods: list[Manifest], owner: Manifest) -> None:
+    def _change_job(self, found: JobSituation, plan: Manifest) -> None:
+        """As a user's plan says. Raises KubernetesFailed."""
+        meta, job = plan["metadata"], found.job["metadata"]
+        generation = meta["generation"]
+        if found.spec is None or not manual_scaling.is_new(custom_resources.plan_status(plan), generation):
+            return
+        problem, now = "", datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        jobs, plans = (
+            custom_resources.path(meta["namespace"], kind)
+            for kind in (custom_resources.ELASTIC_JOBS, custom_resources.SCALE_PLANS)
+        )
+        try:
+            self._api.patch(
+                f"{jobs}/{job['name']}", manual_scaling.job_patch(custom_resources.plan_spec(plan), found.spec)
+            )
+        except UsageError as error:
+            problem = str(error)
+        status = msgspec.to_builtins(manual_scaling.status_after(generation, now, problem))
+        self._patch_plan_status(f"{plans}/{meta['name']}", {"message": None} | status)
+
+    def _carry_out(self, key: JobKey, found: JobSituation, plans: list[Manifest], services: list[Manifest]) -> None:
         """Raises KubernetesFailed if the API server is away, or refuses what this account needs."""
-        spec, status = custom_resources.plan_spec(plan), custom_resources.plan_status(plan)
-        with self._changed:
-            tried = self._tried[key] = unreported(spec, status, self._tried.get(key, ()))
+        kept = [plan for plan in plans if names.LIFE_ANNOTATION in plan["metadata"].get("annotations", {})]
+        spec, name = found.spec, key[1]
+        if found.over or (spec is not None and spec.suspend):
+            self._follow(key, found, ScalePlanSpec(name), ScalePlanStatus(), None)
+            for plan in kept if not found.over else ():  # the master writes another one when the job goes on
+                self._delete_plan(plan)
+            return
+        if spec is None:
+            return
+        if not spec.has_master:
+            url = None
+        elif services:
+            url = job_objects.master_url(services[0])
+        else:
+            return  # its Service is made; that is told
+        for plan in kept:
+            plan_spec, status = custom_resources.plan_spec(plan), custom_resources.plan_status(plan)
+            with self._changed:
+                tried = self._tried[key] = unreported(plan_spec, status, self._tried.get(key, ()))
             known = msgspec.structs.replace(status, tried_pods=status.tried_pods + tried)
-            create, delete = pod_actions(spec, known, pods)
+            over = self._follow(key, found, plan_spec, known, url)
+            self._report(plan, plan_spec, status, tried, over=over)
+
+    def _follow(
+        self, key: JobKey, found: JobSituation, spec: ScalePlanSpec, status: ScalePlanStatus, url: str | None
+    ) -> bool:
+        """Have the Pods of nodes created and deleted. True: they are as planned."""
+        create, delete = pod_actions(spec, status, found.nodes)
+        asked = [(one.name, one) for one in create] + [(one.pod["metadata"]["name"], one) for one in delete]
+        owner = custom_resources.owner_reference(found.job)
+        with self._changed:
             busy = self._busy.get(key, set())
-            asked = [(one.name, one) for one in create] + [(one.pod["metadata"]["name"], one) for one in delete]
-            new = [_Request(job, owner, name, one) for name, one in asked if name not in busy]
+            new = [_Request(found.job, owner, url, name, one) for name, one in asked if name not in busy]
             if new:
                 self._requests += new
                 self._busy[key] = busy | {one.name for one in new}
                 self._changed.notify_all()
-        self._report(plan, spec, status, tried, over=not asked)
+        return not asked
+
+    def _delete_plan(self, plan: Manifest) -> None:
+        meta = plan["metadata"]
+        path = f"{custom_resources.path(meta['namespace'], custom_resources.SCALE_PLANS)}/{meta['name']}"
+        try:
+            self._api.delete(path, uid=meta["uid"])
+        except KubernetesFailed as error:
+            if error.code not in (node_pods.NOT_FOUND, node_pods.CONFLICT):
+                raise
 
     # ---- Pods -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +309,7 @@ class Operator:
             tried, at = None, time.monotonic()
             try:
                 if isinstance(request.action, CreatePod):
-                    tried = self._create(request.job, request.action, request.owner)
+                    tried = self._create(request, request.action)
                 else:
                     self._delete(request.action)
             except KubernetesFailed as error:
@@ -233,13 +325,13 @@ class Operator:
                     self._queue.add(key, at)
                     self._changed.notify_all()
 
-    def _create(self, job: Manifest, action: CreatePod, owner: Manifest) -> TriedPod:
+    def _create(self, request: _Request, action: CreatePod) -> TriedPod:
         """Raises KubernetesFailed if it is not known whether it was created, or it may be later."""
-        namespace, entry = job["metadata"]["namespace"], action.entry
-        message = ""
+        job, entry = request.job, action.entry
+        namespace, message = job["metadata"]["namespace"], ""
         try:
-            template = _template(job, entry.type)
-            pod = node_pods.node_pod(job["metadata"]["name"], entry.node(), template, entry.launch, owner)
+            template = _template(job, entry, request.url)
+            pod = node_pods.node_pod(job["metadata"]["name"], entry.node(), template, entry.launch, request.owner)
             self._api.create(node_pods.pods_path(namespace), pod)
         except (UsageError, ValueError) as error:
             message = str(error)
@@ -287,21 +379,38 @@ class Operator:
         found = next_status(spec, status, meta["generation"], tried, now, over=over)
         if found == status:
             return
-        path = f"{custom_resources.path(meta['namespace'], custom_resources.SCALE_PLANS)}/{meta['name']}/status"
-        body = {"triedPods": [], "finishTime": None} | msgspec.to_builtins(found)
+        path = f"{custom_resources.path(meta['namespace'], custom_resources.SCALE_PLANS)}/{meta['name']}"
+        self._patch_plan_status(path, {"triedPods": [], "finishTime": None} | msgspec.to_builtins(found))
+
+    def _patch_plan_status(self, path: str, status: Manifest) -> None:
+        """Raises KubernetesFailed."""
         try:
-            self._api.patch(path, {"status": body})
+            self._api.patch(f"{path}/status", {"status": status})
         except KubernetesFailed as error:
             if error.code != node_pods.NOT_FOUND:
                 raise
 
 
-def _template(job: Manifest, kind: str) -> Manifest:
+def _situation(job: Manifest, pods: list[Manifest]) -> JobSituation:
+    """Of a job whose Pods are `pods`."""
+    spec, problem = None, ""
+    try:
+        spec = job_spec(job)
+        spec.check()
+    except (UsageError, msgspec.ValidationError) as error:
+        problem = str(error)
+    masters = [pod for pod in pods if job_objects.is_master(pod)]
+    nodes = tuple(pod for pod in pods if not job_objects.is_master(pod))
+    return JobSituation(job, spec, problem, next(iter(masters), None), nodes)
+
+
+def _template(job: Manifest, entry: PodMeta, url: str | None) -> Manifest:
     """The Pod of this type. Raises UsageError if the job has none."""
-    replica = job["spec"]["replicaSpecs"].get(kind)
-    if replica is None or "template" not in replica:
+    template = job_objects.node_template(job, job_spec(job), entry.type, entry.name, url)
+    if template is None:
         name = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
         raise UsageError(
-            f"job {name} has no template of a {kind}", hint=f"add spec.replicaSpecs.{kind}.template to the ElasticJob"
+            f"job {name} has no template of a {entry.type}",
+            hint=f"add spec.replicaSpecs.{entry.type}.template to the ElasticJob",
         )
-    return replica["template"]
+    return template

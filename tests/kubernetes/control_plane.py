@@ -59,7 +59,7 @@ class ControlPlane:
         self._start("kube-scheduler", *common)
         self.api = ApiServer(kubeconfig=self.kubeconfig)
         self._closers.append(self.api.close)
-        self.kubelet = ProcessKubelet(self.api, ("n1", "n2"))
+        self.kubelet = ProcessKubelet(self.api, ("n1", "n2"), self.account_kubeconfig)
         self._closers.append(self.kubelet.close)
 
     def start_api_server(self) -> None:
@@ -73,7 +73,7 @@ class ControlPlane:
             "--endpoint-reconciler-type=none", "--service-account-issuer=https://kubernetes.default.svc",
             "--service-account-key-file", str(folder / "accounts.key"),
             "--service-account-signing-key-file", str(folder / "accounts.key"),
-            "--service-cluster-ip-range=10.0.0.0/24",
+            "--service-cluster-ip-range=127.64.0.0/16",  # loopback: a Service is reached without kube-proxy
         )  # fmt: skip
         until(self._ready, "the API server", READY_S, diagnostic=self.logs)
 
@@ -90,12 +90,14 @@ class ControlPlane:
 
     def account(self, namespace: str, name: str) -> ApiServer:
         """The cluster as a new service account sees it, which may nothing that no role allows."""
-        path = f"/api/v1/namespaces/{namespace}/serviceaccounts"
-        self.api.create(path, {"metadata": {"name": name}})
+        self.api.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": name}})
+        return ApiServer(kubeconfig=self.account_kubeconfig(namespace, name))
+
+    def account_kubeconfig(self, namespace: str, name: str) -> str:
+        """Of a service account that there is. Raises KubernetesFailed."""
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-        token = self.api.create(f"{path}/{name}/token", request)
-        kubeconfig = self._write_kubeconfig(f"kubeconfig-{namespace}-{name}", token["status"]["token"])
-        return ApiServer(kubeconfig=kubeconfig)
+        token = self.api.create(f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", request)
+        return self._write_kubeconfig(f"kubeconfig-{namespace}-{name}", token["status"]["token"])
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run the real kubectl."""

@@ -11,9 +11,9 @@ from dlrover_hooks.master.operator.operator import Operator
 from tests.waiting import until
 
 
-def install(api: ApiServer) -> None:
-    """The definitions, if they are not there yet."""
-    for one in custom_resources.definitions():
+def install(api: ApiServer, *definitions: dict[str, Any]) -> None:
+    """The definitions, if they are not there yet. Without any: those of `ElasticJob` and `ScalePlan`."""
+    for one in definitions or custom_resources.definitions():
         try:
             api.create(custom_resources.DEFINITIONS, one)
         except KubernetesFailed as error:
@@ -36,12 +36,13 @@ def started(api: ApiServer, namespace: str | None = None) -> Operator:
 
 
 def elastic_job(name: str, command: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    """With workers and parameter servers of one container, which runs `command`."""
+    """With workers and parameter servers of one container, which runs `command`. Its master is run elsewhere."""
     container = {"name": "main", "image": "none", "command": command or ["sleep", "600"]}
     replica = {"template": {"spec": {"containers": [container]}}}
     return {
         "apiVersion": custom_resources.API_VERSION, "kind": "ElasticJob", "metadata": {"name": name},
-        "spec": {"replicaSpecs": {"worker": replica, "ps": replica, "chief": replica, "evaluator": replica}, **more},
+        "spec": {"replicaSpecs": {"worker": replica, "ps": replica, "chief": replica, "evaluator": replica,
+                                  "dlrover-master": {"replicas": 0}}, **more},
     }  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """A kubelet for machines without a container runtime: a Pod is a process group here.
 
-Real: Nodes, Pods that a real scheduler has bound, their environment (values, fields of the Pod, keys of Secrets),
-phases and conditions, exit codes, signals and grace periods, an end for memory beyond the limit (`OOMKilled`), deletion
-only after the last process has gone. Not here: images, volumes, probes, more than one container, init containers,
-networks (each Pod has 127.0.0.1), cgroups, restarts (`restartPolicy` other than Never). A test of it says
-"process-backed Pods".
+Real: Nodes, Pods that a real scheduler has bound, their environment (values, fields of the Pod, keys of Secrets), a
+folder of their own for temporary files, phases and conditions, exit codes, signals and grace periods, the end of the
+log as termination message, an end for memory beyond the limit (`OOMKilled`), deletion only after the last process has
+gone. The account of a Pod is in a file that KUBECONFIG names, not in a volume. Not here: images (`python` is this one),
+volumes, probes, more than one container, init containers, networks (each Pod has 127.0.0.1, and a Service any other
+loopback address), cgroups, restarts (`restartPolicy` other than Never). A test of it says "process-backed Pods".
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of this process that a Pod has, in place of those of an image."""
 CAPACITY = {"cpu": "1000", "memory": "512Gi", "pods": "2000"}
 _LOOK_S = 0.1
@@ -60,10 +62,13 @@ class _Pod:
 
 
 class ProcessKubelet:
-    """That of several nodes. Its threads end with `close`, and with them all processes."""
+    """That of several nodes. Its threads end with `close`, and with them all processes.
 
-    def __init__(self, api: ApiServer, nodes: Sequence[str]) -> None:
-        self._api, self._nodes = api, nodes
+    `kubeconfig`: writes the file of a service account, by namespace and name.
+    """
+
+    def __init__(self, api: ApiServer, nodes: Sequence[str], kubeconfig: Callable[[str, str], str]) -> None:
+        self._api, self._nodes, self._kubeconfig = api, nodes, kubeconfig
         self._folder = tempfile.TemporaryDirectory(prefix="dlrover-hooks-kubelet-")
         self._pods, self._lock = dict[str, _Pod](), threading.Lock()
         self._ends: dict[int, int] = {}
@@ -176,7 +181,9 @@ class ProcessKubelet:
         code = self._ends[pod.process.pid] = pod.process.wait()
         number = 128 - code if code < 0 else code
         reason = "OOMKilled" if out_of_memory else "Error" if code else "Completed"
-        ended = {"exitCode": 137 if out_of_memory else number, "reason": reason}
+        ended: Manifest = {"exitCode": 137 if out_of_memory else number, "reason": reason}
+        if code and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            ended["message"] = _end_of(pod.log)
         return {"terminated": ended}, "Failed" if ended["exitCode"] else "Succeeded"
 
     def _wait(self, pod: _Pod, process: subprocess.Popen[bytes], limit: float | None) -> bool:
@@ -229,7 +236,13 @@ class ProcessKubelet:
 
     def _environment(self, pod: _Pod) -> dict[str, str]:
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
+        env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
+        private = Path(self._folder.name) / pod.uid[:8]
+        private.mkdir(exist_ok=True)
+        env["TMPDIR"] = env["XDG_RUNTIME_DIR"] = str(private)
         env["HOSTNAME"] = pod.manifest["metadata"]["name"]
+        if account := pod.manifest["spec"].get("serviceAccountName"):
+            env["KUBECONFIG"] = self._kubeconfig(pod.namespace, account)
         for entry in pod.container.get("env", ()):
             source = entry.get("valueFrom", {})
             if "fieldRef" in source:
@@ -247,6 +260,11 @@ def amount(text: str) -> float:
     found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", text)
     assert found is not None, text
     return float(found[1]) * _UNITS[found[2]]
+
+
+def _end_of(log: Path) -> str:
+    """The last lines, as many as a kubelet takes."""
+    return "\n".join(log.read_text(errors="replace")[-2048:].splitlines()[-80:])
 
 
 def _field(manifest: Manifest, path: str) -> str:

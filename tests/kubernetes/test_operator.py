@@ -47,7 +47,7 @@ spec:
         cpu: "0.5"
         memory: 256Mi
 """
-"""That of the design, SC-55 to SC-60."""
+"""That of the design."""
 
 
 class Job:
@@ -199,7 +199,7 @@ def test_a_pod_that_a_user_deletes_is_reported_and_not_created_again(job: Job) -
     job.kubectl("delete", "pod", "job-worker-1", "--wait=false")
     until(lambda: states(scaler)["worker-1"] is NodeState.ENDED, "the end")
     (ended,) = [one for one in scaler.list_nodes() if one.state is NodeState.ENDED]
-    assert ended.exit is NodeExit.KILLED
+    assert ended.exit is NodeExit.PREEMPTED
     scaler.scale(group(2))
     until(lambda: states(scaler) == {
         "worker-0": NodeState.RUNNING, "worker-1": NodeState.ENDED, "worker-2": NodeState.RUNNING,

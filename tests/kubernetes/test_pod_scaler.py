@@ -152,14 +152,14 @@ def test_a_pod_beyond_its_memory_limit_is_a_node_without_memory(job: Job) -> Non
     assert (found.exit, found.detail) == (NodeExit.OUT_OF_MEMORY, "OOMKilled")
 
 
-def test_a_pod_that_a_user_deletes_is_a_killed_node(job: Job) -> None:
+def test_a_pod_that_a_user_deletes_is_a_preempted_node(job: Job) -> None:
     scaler = job.scaler()
     scaler.scale(group(2))
     all_run(job, scaler, 0, 1)
     deleted = job.plane.kubectl("-n", job.namespace, "delete", "pod", "job-worker-1", "--now")
     assert deleted.returncode == 0, deleted.stderr
     found = ended(scaler, "worker-1")
-    assert (found.exit, found.exit_code) == (NodeExit.KILLED, -15)
+    assert (found.exit, found.exit_code) == (NodeExit.PREEMPTED, -15)
     assert states(scaler)["worker-0"] is NodeState.RUNNING
 
 

@@ -33,6 +33,8 @@ class NodeHost:
         scaler: starts and removes nodes. The host starts and stops it.
         selector: wakes on ends of services and on signals.
         look: called at every turn: handles signals (raises Over), restarts services.
+        leave: called in place of `scaler.stop` when the host ends before the job does, so that its nodes go on without
+            it. None: they end with it.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class NodeHost:
         scaler: Scaler,
         selector: selectors.BaseSelector,
         look: Callable[[], None],
+        leave: Callable[[], None] | None = None,
     ) -> None:
+        self._leave = leave or (lambda: scaler.stop(0.0))
         self._request, self._job, self._client, self._scaler = request, request.job, client, scaler
         self._selector, self._look = selector, look
         self._wanted = p.DesiredNodes()
@@ -86,6 +90,7 @@ class NodeHost:
         try:
             self._scaler.start()
             self._wanted = self._client.call(self._request)
+            self._look()  # it may have more to say to the master before the first list counts
             self._listener.start()
             self._watcher.start()
             while True:
@@ -103,7 +108,8 @@ class NodeHost:
         if wanted.finished:
             self._scaler.stop(0.0 if wanted.exit_code else _CLOSE_S)
             raise Over(wanted.exit_code, wanted.failure)
-        self._carry_out(wanted)
+        if wanted.nodes:  # without the first plan the nodes of an earlier host are not too many
+            self._carry_out(wanted)
         self._report()
         for key, _ in self._selector.select(_TURN_S):
             if key.fd == self._wake:
@@ -146,7 +152,7 @@ class NodeHost:
     def _close(self) -> None:
         self._listener.stop(_CLOSE_S)
         self._watcher.stop(_CLOSE_S)
-        self._scaler.stop(0.0)
+        self._leave()
         self._selector.unregister(self._wake)
         os.close(self._wake)
         os.close(self._wake_end)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_hooks.kubernetes.custom_resources import PodMeta, quantity
+from dlrover_hooks.kubernetes.custom_resources import PodMeta
+from dlrover_hooks.kubernetes.node_pods import quantity
 from dlrover_hooks.protocol import Node, NodeResource, NodeType
 
 

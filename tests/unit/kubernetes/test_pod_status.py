@@ -30,7 +30,9 @@ def pod(phase: str, code: int | None = None, why: str = "Error", **status: Any) 
             pod("Failed", 1, reason="Evicted", message="The node was low on resource: memory."),
             PodEnd(NodeExit.KILLED, 1, "Evicted: The node was low on resource: memory."),
         ),
-        (pod("Failed", reason="NodeLost"), PodEnd(NodeExit.KILLED, -9, "NodeLost")),
+        (pod("Failed", reason="NodeLost"), PodEnd(NodeExit.PREEMPTED, -9, "NodeLost")),
+        (pod("Failed", 143, reason="NodeShutdown"), PodEnd(NodeExit.PREEMPTED, -15, "NodeShutdown")),
+        (pod("Failed", 75), PodEnd(NodeExit.PREEMPTED, 75, "exit code 75")),
         (pod("Failed"), PodEnd(NodeExit.KILLED, -9, "its Pod failed")),
         (pod("Running"), None),
         (pod("Pending"), None),
@@ -41,8 +43,8 @@ def test_how_a_pod_ended(found: dict[str, Any], end: PodEnd | None) -> None:
     assert pod_end(found, user_errors={65}) == end
 
 
-def test_a_pod_that_was_deleted_while_it_ran_was_killed() -> None:
-    assert deleted({"metadata": {"name": "a"}}) == PodEnd(NodeExit.KILLED, -9, "its Pod a was deleted")
+def test_a_pod_that_was_deleted_while_it_ran_was_preempted() -> None:
+    assert deleted({"metadata": {"name": "a"}}) == PodEnd(NodeExit.PREEMPTED, -9, "its Pod a was deleted")
 
 
 def test_only_a_running_pod_runs() -> None:
@@ -65,3 +67,9 @@ def test_what_cannot_be_a_name_becomes_one_that_nothing_else_becomes() -> None:
     assert len(set(names)) == len(names)
     assert names[3] == "my-job-worker-0"
     assert [label_value("My_Job.1"), label_value("-x") != "-x", label_value("") != ""] == ["My_Job.1", True, True]
+
+
+def test_a_pod_that_a_signal_ended_while_it_was_being_deleted_was_preempted() -> None:
+    being_deleted = {"metadata": {"deletionTimestamp": "now"}}
+    assert pod_end(pod("Failed", 143) | being_deleted) == PodEnd(NodeExit.PREEMPTED, -15, "exit code 143")
+    assert pod_end(pod("Failed", 1) | being_deleted) == PodEnd(NodeExit.ERROR, 1, "exit code 1")

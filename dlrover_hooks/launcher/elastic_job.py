@@ -1,0 +1,206 @@
+"""`python -m dlrover_hooks.launcher.elastic_job`: what runs in the master Pod of an `ElasticJob`.
+
+It serves the job's master, restarts it when it dies, and has the operator create and delete Pods for the nodes that
+the master lists. When it ends before the job does, the Pods go on; the next one in its place finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import uuid
+from types import FrameType
+
+import click
+import msgspec
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import HooksError, MasterAway, MasterError
+from dlrover_hooks.host.ports import listen
+from dlrover_hooks.kubernetes import custom_resources
+from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
+from dlrover_hooks.kubernetes.elastic_job_spec import RELAUNCHES, ElasticJobSpec, job_spec
+from dlrover_hooks.kubernetes.list_watch import ListWatch
+from dlrover_hooks.kubernetes.object_cache import ObjectChange
+from dlrover_hooks.launcher.failures.restart_budget import Over
+from dlrover_hooks.launcher.failures.verdict import GAVE_UP, USAGE, USER_ERROR
+from dlrover_hooks.launcher.nodes.node_host import NodeHost
+from dlrover_hooks.launcher.processes.services import Served, Services, temporary_journal
+from dlrover_hooks.launcher.running_jobs import listed
+from dlrover_hooks.scalers.elastic_job_scaler import ElasticJobScaler
+
+FAILED, ENDED = 70, 143
+"""Exit codes: this process cannot go on, another one may; it was ended by SIGTERM. Every other one is the job's."""
+LIST_S = 60.0
+_LEAST_CODE, _MOST_CODE = 1, 127
+_WORKER = p.NodeType.WORKER.value
+log = logging.getLogger("dlrover_hooks.run")
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--job", required=True, help="Name of the ElasticJob.")
+@click.option("--namespace", required=True, help="Its namespace.")
+@click.option("--port", default=8780, type=click.IntRange(0, 65535), help="Port of the master, on all addresses.")
+@click.option("--journal", envvar="DLROVER_HOOKS_RUN_JOURNAL", show_envvar=True, type=click.Path(dir_okay=False),
+              help="File of the master's journal, on a volume that outlives the Pod. Without it a master that lost "
+              "its Pod knows neither progress nor plans: the workers go on from their newest checkpoint.")  # fmt: skip
+@click.option("--context", help="Of the kubeconfig file. Default: its current one, or the account of this Pod.")
+@click.option(
+    "--kubeconfig", type=click.Path(exists=True, dir_okay=False), help="Default: $KUBECONFIG, ~/.kube/config."
+)
+@click.option("--hang-timeout", default=60.0, metavar="SECONDS", help="A worker that is silent for so long hangs.")
+def command(
+    job: str, namespace: str, port: int, journal: str | None, context: str | None, kubeconfig: str | None,
+    hang_timeout: float,
+) -> None:  # fmt: skip
+    """Serve the master of an ElasticJob and have its nodes started. Run by the operator, in the job's master Pod.
+
+    Exit codes: 0 the job has succeeded, 70 it goes on under another master, 143 the same after SIGTERM; every other
+    one is that of the job.
+    """
+    logging.basicConfig(format="[dlrover-hooks] %(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        with contextlib.ExitStack() as owned:
+            api = ApiServer(context, kubeconfig=kubeconfig)
+            owned.callback(api.close)
+            path = f"{custom_resources.path(namespace, custom_resources.ELASTIC_JOBS)}/{job}"
+            host = ElasticJobHost(api, api.get(path), settings.load().token)
+            code = host.run(listen(port, "0.0.0.0"), journal, hang_timeout)
+    except (HooksError, msgspec.ValidationError) as error:
+        log.error("job %s/%s: %s", namespace, job, error)
+        code = FAILED
+    sys.exit(code)
+
+
+def scaling_request(job: str, incarnation: str, spec: ElasticJobSpec) -> p.StartScaling:
+    """How the master plans the nodes of this job. Raises `UsageError`."""
+    relaunches = spec.workers.restart_count
+    return p.StartScaling(
+        job, incarnation, spec.mode, spec.limits, sizes=spec.sizes, keep_nodes=True,
+        relaunches=RELAUNCHES if relaunches is None else relaunches,
+    )  # fmt: skip
+
+
+class ElasticJobHost:
+    """Main thread only: it handles SIGTERM.
+
+    Args:
+        api: the cluster.
+        manifest: the `ElasticJob`. Raises `UsageError` if its spec makes no sense.
+        token: of the master; None: it needs none.
+    """
+
+    def __init__(self, api: ApiServer, manifest: Manifest, token: str | None) -> None:
+        meta = manifest["metadata"]
+        self._api, self._manifest, self._token = api, manifest, token
+        self._job, self._namespace, self._uid = str(meta["name"]), str(meta["namespace"]), str(meta["uid"])
+        self._spec = job_spec(manifest)
+        self._spec.check()
+        self._incarnation = uuid.uuid4().hex
+        self._request = scaling_request(self._job, self._incarnation, self._spec)
+        self._wanted: p.NodeGroupResource | None = None
+        """The user's number and size of workers that the master was told last."""
+        self._refused = ""
+        """Why the newest spec is not carried out; used by the thread of the watch alone."""
+        self._signal: int | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, listener: socket.socket, journal: str | None, hang_timeout_s: float) -> int:
+        """Run until the job is over; the exit code."""
+        with contextlib.ExitStack() as owned:
+            owned.callback(listener.close)
+            self._take_signals(owned)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            served = Served(
+                listener, journal or owned.enter_context(temporary_journal()), journal is None, hang_timeout_s,
+                self._spec.brain_service,
+            )  # fmt: skip
+            owned.enter_context(listed(self._job, url, self._token, planned=True))
+            self._services = Services(self._job, "", self._token, served, (), self._selector, keeper=False)
+            owned.callback(self._services.end)
+            self._client = MasterClient(url, self._token, incarnation=self._incarnation)
+            owned.callback(self._client.close)
+            jobs = custom_resources.path(self._namespace, custom_resources.ELASTIC_JOBS)
+            watch = ListWatch(self._api, jobs, self._changed, field_selector=f"metadata.name={self._job}")
+            owned.callback(watch.stop)
+            watch.start(LIST_S)
+            scaler = ElasticJobScaler(self._manifest, self._api, user_errors=(USER_ERROR, USAGE, GAVE_UP))
+            host = NodeHost(self._request, self._client, scaler, self._selector, self._look, leave=scaler.leave)
+            limits = self._request.limits
+            log.info("job %s/%s: mode %s, %d to %d workers, master at port %d", self._namespace, self._job,
+                     self._request.mode.value, limits.min_workers, limits.max_workers,
+                     listener.getsockname()[1])  # fmt: skip
+            code = host.run()
+        if self._signal is not None or code in (0, ENDED):
+            return code
+        return code if _LEAST_CODE <= code <= _MOST_CODE and code != FAILED else USER_ERROR
+
+    def _changed(self, change: ObjectChange) -> None:
+        """On the thread of the watch."""
+        if change.deleted or change.uid != self._uid:
+            return
+        try:
+            spec = job_spec(change.manifest)
+            spec.check()
+        except (HooksError, msgspec.ValidationError) as error:
+            if str(error) != self._refused:
+                log.error("job %s: this change of its spec is not carried out: %s", self._job, error)
+            self._refused = str(error)
+            return
+        self._spec, self._refused = spec, ""
+
+    def _look(self) -> None:
+        """At every turn of the host."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 1024):
+                pass
+        if self._signal is not None:
+            log.info("job %s: ended by %s; its nodes go on", self._job, signal.Signals(self._signal).name)
+            raise Over(ENDED)
+        self._services.revive()
+        try:
+            self._tell(self._spec)
+        except MasterAway as away:  # told at the next turn
+            log.warning("job %s: %s", self._job, away.message)
+
+    def _tell(self, spec: ElasticJobSpec) -> None:
+        """Have the master follow the spec."""
+        request, replicas, kind = scaling_request(self._job, self._incarnation, spec), spec.workers.replicas, _WORKER
+        wanted = None if replicas is None else p.NodeGroupResource(replicas, request.sizes.get(kind, p.NodeResource()))
+        if request != self._request:
+            self._client.call(request)
+            self._request = request
+        if wanted == self._wanted:
+            return
+        groups = {} if wanted is None else {kind: wanted}
+        plan = p.ScaleNodes(self._job, self._incarnation, p.ResourcePlan(groups), release=wanted is None)
+        try:
+            self._client.call(plan)
+        except MasterAway:
+            raise
+        except MasterError as error:  # the job is over, or its limits have changed just now
+            log.error("job %s: it does not get %s workers: %s", self._job, replicas, error)
+        self._wanted = wanted
+
+    def _take_signals(self, owned: contextlib.ExitStack) -> None:
+        self._wake, wake_end = os.pipe()
+        for end in (self._wake, wake_end):
+            os.set_blocking(end, False)
+            owned.callback(os.close, end)
+        owned.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake_end))
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            owned.callback(signal.signal, number, signal.signal(number, self._signalled))
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+
+if __name__ == "__main__":
+    command(prog_name="python -m dlrover_hooks.launcher.elastic_job")

@@ -1,0 +1,135 @@
+"""The objects that the operator makes for a job, and what it tells the Pods of its nodes. Pure."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.kubernetes import custom_resources, names
+from dlrover_hooks.kubernetes.api_server import Manifest
+from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec
+
+PORT = 8780
+"""The master's own default."""
+ACCOUNT = "dlrover-hooks-master"
+_TOKEN_KEY = "token"
+_REQUESTS = {"cpu": "100m", "memory": "256Mi"}
+"""Of a master whose template has no resources."""
+
+
+class MasterOptions(msgspec.Struct, frozen=True):
+    """Of the Pods of masters. `image` "": that of the workers. `account`: their service account."""
+
+    port: int = PORT
+    image: str = ""
+    account: str = ACCOUNT
+
+
+def master_name(job: str) -> str:
+    """Of the Pod and the Service of this job's master."""
+    return names.object_name(job, "master")
+
+
+def secret_name(job: Manifest) -> str:
+    """Of the Secret with the token. It is another one for a later job of the same name: that of the earlier job may be
+    deleted at any time.
+    """
+    return names.object_name(job["metadata"]["name"], "master", job["metadata"]["uid"][:8])
+
+
+def master_secret(job: Manifest, token: str) -> Manifest:
+    """With the token of the master."""
+    meta = _meta(job) | {"name": secret_name(job)}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {_TOKEN_KEY: token}}
+
+
+def master_service(job: Manifest, options: MasterOptions) -> Manifest:
+    """The master's address, which stays when its Pod is replaced."""
+    labels = _labels(job["metadata"]["name"])
+    ports = [{"name": "http", "port": options.port, "protocol": "TCP"}]
+    return {
+        "apiVersion": "v1", "kind": "Service", "metadata": _meta(job), "spec": {"selector": labels, "ports": ports},
+    }  # fmt: skip
+
+
+def master_url(service: Manifest) -> str:
+    """For Pods. It needs no DNS."""
+    spec = service["spec"]
+    address = spec["clusterIP"]
+    return f"http://{f'[{address}]' if ':' in address else address}:{spec['ports'][0]['port']}"
+
+
+def master_pod(job: Manifest, spec: ElasticJobSpec, options: MasterOptions) -> Manifest:
+    """Of `spec.replicaSpecs.dlrover-master.template`, or with the image of the workers."""
+    meta = job["metadata"]
+    pod = copy.deepcopy(spec.master.template or {})
+    pod["metadata"] = _meta(job, pod.get("metadata", {}))
+    body = pod.setdefault("spec", {})
+    container = (body.setdefault("containers", []) or body["containers"].append({}) or body["containers"])[0]
+    container.setdefault("name", "master")
+    container.setdefault("image", options.image or _worker_image(spec))
+    if "command" not in container:
+        container["command"] = ["python", "-m", "dlrover_hooks.launcher.elastic_job"]
+        container["args"] = ["--job", meta["name"], "--namespace", meta["namespace"], "--port", str(options.port)]
+    container.setdefault("resources", {"requests": _REQUESTS})
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"  # why a job failed: shown in its status
+    _add_variables(container, [_token(job)])
+    body.setdefault("serviceAccountName", options.account)
+    body["restartPolicy"] = "Never"
+    return {"apiVersion": "v1", "kind": "Pod"} | pod
+
+
+def node_template(job: Manifest, spec: ElasticJobSpec, kind: str, node: str, url: str | None) -> Manifest | None:
+    """The Pod of a node, which `dlrover-hooks run` in it finds master and job by. None: the job has no such type.
+
+    `url`: of the master; None: it is run elsewhere, so the template says where.
+    """
+    replica = spec.replica_specs.get(kind)
+    if replica is None or replica.template is None:
+        return None
+    if url is None:
+        return replica.template
+    template = copy.deepcopy(replica.template)
+    limits, name = spec.limits, job["metadata"]["name"]
+    values = {
+        "DLROVER_HOOKS_JOB": name, "DLROVER_HOOKS_MASTER": url, "DLROVER_HOOKS_NODE": node,
+        "DLROVER_HOOKS_RUN_NNODES": f"{limits.min_workers}:{limits.max_workers}",
+    }  # fmt: skip
+    for container in template.get("spec", {}).get("containers", ())[:1]:
+        _add_variables(container, [{"name": key, "value": value} for key, value in values.items()] + [_token(job)])
+    return template
+
+
+def is_master(pod: Manifest) -> bool:
+    """Whether this Pod is that of a master."""
+    return pod["metadata"].get("labels", {}).get(names.MANAGED_BY) == names.OPERATOR
+
+
+def _meta(job: Manifest, given: Manifest | None = None) -> Manifest:
+    name, given = job["metadata"]["name"], given or {}
+    labels = {**given.get("labels", {}), **_labels(name), names.MANAGED_BY: names.OPERATOR}
+    owners = [custom_resources.owner_reference(job)]
+    return {**given, "name": master_name(name), "labels": labels, "ownerReferences": owners}
+
+
+def _labels(job: str) -> dict[str, str]:
+    return {names.JOB_LABEL: names.label_value(job), names.TYPE_LABEL: names.MASTER_TYPE}
+
+
+def _token(job: Manifest) -> Manifest:
+    source = {"secretKeyRef": {"name": secret_name(job), "key": _TOKEN_KEY}}
+    return {"name": "DLROVER_HOOKS_TOKEN", "valueFrom": source}
+
+
+def _add_variables(container: Manifest, variables: list[dict[str, Any]]) -> None:
+    """Those that the container does not have."""
+    own = container.setdefault("env", [])
+    known = {one["name"] for one in own}
+    own.extend(one for one in variables if one["name"] not in known)
+
+
+def _worker_image(spec: ElasticJobSpec) -> str:
+    containers = (spec.workers.template or {}).get("spec", {}).get("containers") or [{}]
+    return containers[0].get("image", "")

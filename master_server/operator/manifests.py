@@ -1,0 +1,98 @@
+"""What is installed in a cluster: definitions, accounts with the rights that they need, and the operator. Pure."""
+
+from __future__ import annotations
+
+from dlrover_hooks.kubernetes import custom_resources, names
+from dlrover_hooks.kubernetes.api_server import Manifest
+from dlrover_hooks.master.operator.job_objects import ACCOUNT
+
+NAME = names.OPERATOR
+HEALTH_PORT = 8781
+_RBAC = "rbac.authorization.k8s.io"
+_READ = ["get", "list", "watch"]
+_FOLLOW = ["list", "watch"]
+
+
+def _rule(group: str, resource: str, *verbs: str) -> Manifest:
+    return {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+
+
+OPERATOR_RULES = [
+    _rule(custom_resources.GROUP, "elasticjobs", *_FOLLOW, "patch", "delete"),
+    _rule(custom_resources.GROUP, "elasticjobs/status", "patch"),
+    _rule(custom_resources.GROUP, "elasticjobs/finalizers", "update"),  # to own objects, where that is checked
+    _rule(custom_resources.GROUP, "scaleplans", *_FOLLOW, "delete"),
+    _rule(custom_resources.GROUP, "scaleplans/status", "patch"),
+    _rule("", "pods", *_READ, "create", "delete"),
+    _rule("", "services", *_FOLLOW, "create"),
+    _rule("", "secrets", "create"),
+    _rule("", "events", "create"),
+]
+"""What the operator may do, in the namespaces of jobs."""
+LEASE_RULES = [_rule("coordination.k8s.io", "leases", "get", "create", "update")]
+"""In its own namespace: of several operators one works."""
+MASTER_RULES = [
+    _rule(custom_resources.GROUP, "elasticjobs", *_READ),
+    _rule(custom_resources.GROUP, "scaleplans", *_READ, "create", "update"),
+    _rule("", "pods", *_FOLLOW),
+]
+"""What the master of a job may do, in its namespace."""
+
+
+def operator_objects(namespace: str, image: str, only: str | None = None) -> list[Manifest]:
+    """The operator in its namespace. `only`: the namespace whose jobs it follows; None: all of the cluster."""
+    meta = {"name": NAME, "labels": {"app.kubernetes.io/name": NAME}}
+    own = meta | {"namespace": namespace}
+    account = {"kind": "ServiceAccount", "name": NAME, "namespace": namespace}
+    arguments = ["--lease", namespace, "--health-port", str(HEALTH_PORT), "--log-level", "info"]
+    arguments += [] if only is None else ["--namespace", only]
+    health = {"path": "/healthz", "port": HEALTH_PORT}
+    container = {
+        "name": "operator", "image": image, "command": ["python", "-m", "dlrover_hooks.master.operator"],
+        "args": arguments, "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "livenessProbe": {"httpGet": health, "periodSeconds": 10},
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 65532,
+            "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }  # fmt: skip
+    pod = {"serviceAccountName": NAME, "containers": [container]}
+    deployment = {
+        "replicas": 2, "selector": {"matchLabels": meta["labels"]},
+        "template": {"metadata": {"labels": meta["labels"]}, "spec": pod},
+    }  # fmt: skip
+    scope = "Cluster" if only is None else ""
+    jobs = meta if only is None else meta | {"namespace": only}
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": own},
+        *_role(f"{scope}Role", jobs, OPERATOR_RULES, account),
+        *_role("Role", own | {"name": f"{NAME}-leader"}, LEASE_RULES, account),
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": own, "spec": deployment},
+    ]
+
+
+def job_namespace_objects(namespace: str) -> list[Manifest]:
+    """The account of the masters of jobs in this namespace."""
+    meta = {"name": ACCOUNT, "namespace": namespace}
+    account = {"kind": "ServiceAccount", **meta}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        *_role("Role", meta, MASTER_RULES, account),
+    ]
+
+
+def _role(kind: str, meta: Manifest, rules: list[Manifest], account: Manifest) -> list[Manifest]:
+    """A role, and the account that has it."""
+    version = f"{_RBAC}/v1"
+    reference = {"apiGroup": _RBAC, "kind": kind, "name": meta["name"]}
+    return [
+        {"apiVersion": version, "kind": kind, "metadata": meta, "rules": rules},
+        {
+            "apiVersion": version,
+            "kind": f"{kind}Binding",
+            "metadata": meta,
+            "roleRef": reference,
+            "subjects": [account],
+        },
+    ]

@@ -1,0 +1,454 @@
+"""An `ElasticJob` from its YAML to its end, on process-backed Pods of a real control plane, with the real kubectl."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+import yaml
+
+from dlrover_hooks.host.ports import free_port
+from dlrover_hooks.kubernetes import custom_resources
+from dlrover_hooks.kubernetes.api_server import ApiServer
+from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
+from dlrover_hooks.master.operator import manifests
+from dlrover_hooks.master.operator.job_objects import ACCOUNT, MasterOptions
+from dlrover_hooks.master.operator.operator import Operator
+from tests.kubernetes import operators
+from tests.kubernetes.control_plane import control_plane
+from tests.kubernetes.trained_script import TrainedScript
+from tests.waiting import until
+
+pytestmark = pytest.mark.kubernetes
+LONG_S = 180.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Cluster:
+    """A namespace where the operator follows jobs, with the account that `dlrover-hooks manifest` gives it."""
+
+    def __init__(self) -> None:
+        self.plane = control_plane()
+        self.namespace = self.plane.namespace()
+        operators.install(self.plane.api)
+        self.apply(*manifests.operator_objects(self.namespace, "none", self.namespace))
+        self.apply(*manifests.job_namespace_objects(self.namespace))
+        self.kubeconfig = self.plane.account_kubeconfig(self.namespace, manifests.NAME)
+        self.port = free_port()
+        self._api = ApiServer(kubeconfig=self.kubeconfig)
+        self._operator: Operator | None = None
+
+    def start_operator(self) -> None:
+        self._operator = Operator(self._api, self.namespace, MasterOptions(port=self.port))
+        self._operator.start()
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(listed))
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        ended = self.plane.kubectl("-n", self.namespace, *arguments, stdin=stdin)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def job(self, command: list[str], save_to: str = "", master: dict[str, Any] | None = None, **worker: Any) -> None:
+        """Apply `mine`. Its workers are spread over the nodes, if that is possible."""
+        env = [{"name": "DLROVER_HOOKS_SAVE_TO", "value": save_to}] if save_to else []
+        container = {"name": "main", "image": "none", "command": command, "env": env}
+        spread = {
+            "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"elasticjob-name": "mine", "replica-type": "worker"}},
+        }  # fmt: skip
+        pod = {"containers": [container], "topologySpreadConstraints": [spread]}
+        replicas = {"worker": {"template": {"spec": pod}} | worker}
+        if master is not None:
+            replicas["dlrover-master"] = master
+        self.apply({
+            "apiVersion": custom_resources.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "mine"},
+            "spec": {"replicaSpecs": replicas},
+        })  # fmt: skip
+
+    @property
+    def phase(self) -> str:
+        return self.get("elasticjob", "mine").get("status", {}).get("phase", "")
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return {one["type"]: one for one in self.get("elasticjob", "mine")["status"]["conditions"]}[kind]
+
+    def ends(self, phase: str, within_s: float = LONG_S) -> None:
+        until(lambda: self.phase == phase, f"the phase {phase}", within_s, diagnostic=self.said)
+
+    def said(self) -> str:
+        objects = self.kubectl("get", "elasticjobs,scaleplans,pods,events")
+        return f"{objects}\n{self.plane.kubelet.output(self.namespace)}"
+
+    def close(self) -> None:
+        self.kubectl("delete", "elasticjobs", "--all")
+        until(lambda: not self.get("pods")["items"], "the Pods to go", LONG_S, diagnostic=self.said)
+        if self._operator is not None:
+            self._operator.check()
+            self._operator.stop()
+        self._api.close()
+        assert self.plane.kubelet.alive(self.namespace) == []
+
+
+@pytest.fixture
+def bare_cluster() -> Iterator[Cluster]:
+    """Without an operator."""
+    made = Cluster()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(bare_cluster: Cluster) -> Cluster:
+    bare_cluster.start_operator()
+    return bare_cluster
+
+
+def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of one worker without a cluster."""
+    folder.mkdir()
+    script = TrainedScript(folder)
+    script.hurry()
+    env = os.environ | {"DLROVER_HOOKS_NODE": "alone", "DLROVER_HOOKS_JOB": f"alone-{folder.parent.name}"}
+    command = [sys.executable, "-m", "dlrover_hooks", *script.command[1:]]
+    subprocess.run(command, env=env, check=True, timeout=LONG_S, cwd=folder)
+    return torch.load(script.weights, weights_only=True)
+
+
+@pytest.mark.requirement("DL-40", "DL-41", "DL-42", "DL-44", "DL-45", "DL-46", "DL-54", "DL-55", "DL-60", "DL-62")
+def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cluster, tmp_path: Path) -> None:
+    """1 -> 3 -> 2 by kubectl; a Pod is deleted, a node is drained, the master is killed, all while it trains."""
+    script = TrainedScript(tmp_path)
+    journal = {"name": "DLROVER_HOOKS_RUN_JOURNAL", "value": str(tmp_path / "master.db")}
+    master = {"template": {"spec": {"containers": [{"env": [journal]}]}}}
+    cluster.job(script.command, str(tmp_path / "saved"), master, replicas=1)
+
+    def trains(world: int, without: str = "") -> None:
+        """Wait until a step is made by so many workers, all of which are other nodes than `without`."""
+        seen = len(script.rows())
+
+        def made() -> bool:
+            nodes: dict[int, set[str]] = {}
+            for row in script.rows()[seen:]:
+                if row["world"] == world:
+                    nodes.setdefault(row["step"], set()).add(row["node"])
+            return any(len(found) == world and without not in found for found in nodes.values())
+
+        until(made, f"a world of {world}", LONG_S, diagnostic=cluster.said)
+
+    trains(1)
+    cluster.kubectl("scale", "elasticjob/mine", "--replicas=3")
+    trains(3)
+    cluster.kubectl("delete", "pod", "mine-worker-1", "--wait=false")
+    trains(3, without="worker-1")
+    first = cluster.get("pod", "mine-master")["metadata"]["uid"]
+    os.kill(cluster.plane.kubelet.pid(cluster.namespace, "mine-master"), signal.SIGKILL)
+
+    def another_master() -> bool:
+        found = [pod for pod in cluster.get("pods")["items"] if pod["metadata"]["name"] == "mine-master"]
+        return [pod["status"]["phase"] for pod in found if pod["metadata"]["uid"] != first] == ["Running"]
+
+    until(another_master, "another master", LONG_S, diagnostic=cluster.said)
+    trains(3)
+    try:
+        cluster.kubectl("drain", "n1", "--force", "--pod-selector=elasticjob-name=mine")
+        trains(3)
+    finally:
+        cluster.kubectl("uncordon", "n1")
+    cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
+    trains(2)
+    script.hurry()
+    cluster.ends("Succeeded")
+    script.check_samples()
+    weights, expected = torch.load(script.weights, weights_only=True), undisturbed(tmp_path / "alone")
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def waiting(folder: Path) -> list[str]:
+    """The command of a worker that is done when a file `done` is there, or has failed when a file `fail` is."""
+    script = folder / "wait.py"
+    script.write_text(
+        "import os, sys, threading\n"
+        "print('begins', os.environ['DLROVER_HOOKS_NODE'], flush=True)\n"
+        f"while not os.path.exists({str(folder / 'done')!r}):\n"
+        f"    if os.path.exists({str(folder / 'fail')!r}):\n"
+        "        raise ValueError('no such column')\n"
+        "    threading.Event().wait(0.05)\n"
+    )
+    return ["dlrover-hooks", "run", "--standby", "0", str(script)]
+
+
+def live_workers(cluster: Cluster) -> list[str]:
+    pods = [
+        pod for pod in cluster.get("pods", "-l", "replica-type=worker")["items"] if pod["status"]["phase"] == "Running"
+    ]
+    return sorted(pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"])
+
+
+def workers(cluster: Cluster, *names: str) -> None:
+    wanted = [f"mine-{name}" for name in names]
+    until(lambda: live_workers(cluster) == wanted, f"{wanted}", LONG_S, diagnostic=cluster.said)
+
+
+def test_a_failed_job_says_why_and_its_logs_stay(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "fail").touch()
+    cluster.job(waiting(tmp_path), replicas=1)
+    cluster.ends("Failed")
+    assert "worker-0 ended with exit code 1" in cluster.condition("Failed")["message"]
+    assert "ValueError: no such column" in cluster.plane.kubelet.output(cluster.namespace)
+    assert cluster.get("pod", "mine-worker-0")["status"]["phase"] == "Failed"
+    assert "no such column" not in cluster.kubectl("get", "pods")
+
+
+def test_a_job_that_is_suspended_gives_all_pods_back_and_goes_on_later(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job(waiting(tmp_path), replicas=2)
+    workers(cluster, "worker-0", "worker-1")
+    cluster.kubectl("patch", "elasticjob", "mine", "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    until(lambda: not cluster.get("pods")["items"], "the Pods to go", LONG_S, diagnostic=cluster.said)
+    cluster.ends("Suspended")
+    assert cluster.get("scaleplans")["items"] == []
+    cluster.kubectl("patch", "elasticjob", "mine", "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    cluster.ends("Running")
+    (tmp_path / "done").touch()
+    cluster.ends("Succeeded")
+
+
+@pytest.mark.requirement("DL-51", "DL-53")
+def test_a_scale_plan_of_a_user_becomes_a_part_of_its_job(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job(waiting(tmp_path), replicas=1)
+    workers(cluster, "worker-0")
+    resource = {"cpu": "0.5", "memory": "256Mi"}
+    plan = {
+        "apiVersion": custom_resources.API_VERSION, "kind": "ScalePlan", "metadata": {"name": "more"},
+        "spec": {"ownerJob": "mine", "manualScaling": True,
+                 "replicaResourceSpecs": {"worker": {"replicas": 3, "resource": resource}}},
+    }  # fmt: skip
+    cluster.apply(plan)
+    workers(cluster, "worker-0", "worker-1", "worker-2")
+    assert cluster.get("scaleplan", "more")["status"]["phase"] == "Succeeded"
+    assert cluster.get("elasticjob", "mine")["spec"]["replicaSpecs"]["worker"]["replicas"] == 3
+    (container,) = cluster.get("pod", "mine-worker-2")["spec"]["containers"]
+    assert container["resources"]["limits"] == {"cpu": "500m", "memory": "256Mi"}
+    plan["spec"]["replicaResourceSpecs"] = {"ps": {"replicas": 1}}
+    cluster.apply(plan)
+    until(lambda: cluster.get("scaleplan", "more")["status"]["phase"] == "Failed", "its refusal")
+    assert (
+        "spec.replicaResourceSpecs.ps: the job has no such nodes"
+        in cluster.get("scaleplan", "more")["status"]["message"]
+    )
+    workers(cluster, "worker-0", "worker-1", "worker-2")
+
+
+def test_a_spec_that_cannot_be_carried_out_is_said_and_what_runs_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job(waiting(tmp_path), replicas=9, maxReplicas=2)
+    until(lambda: cluster.phase == "Pending", "a status")
+    refused = cluster.condition("Valid")
+    assert (refused["status"], refused["reason"]) == ("False", "Refused")
+    assert "spec.replicaSpecs.worker.replicas is 9, but 1 to 2 workers are allowed" in refused["message"]
+    assert cluster.get("pods")["items"] == []
+    cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
+    workers(cluster, "worker-0", "worker-1")
+    cluster.kubectl("scale", "elasticjob/mine", "--replicas=3")
+    until(lambda: cluster.condition("Valid")["status"] == "False", "the refusal")
+    cluster.kubectl("delete", "pod", "mine-worker-1", "--now", "--wait=false")
+    workers(cluster, "worker-0", "worker-2")
+    assert cluster.phase == "Running"
+
+
+def test_a_master_that_the_cluster_refuses_is_said_in_the_status(cluster: Cluster, tmp_path: Path) -> None:
+    limits = {"limits": [{"type": "Container", "max": {"memory": "10Mi"}}]}
+    cluster.apply({"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "small"}, "spec": limits})
+    cluster.job(waiting(tmp_path), replicas=1)
+    until(lambda: cluster.condition("Pending")["reason"] == "MasterRefused", "the refusal", diagnostic=cluster.said)
+    assert 'Pod "mine-master" is invalid' in cluster.condition("Pending")["message"]
+    cluster.kubectl("delete", "limitrange", "small")
+    cluster.kubectl("label", "elasticjob", "mine", "look=again")
+    workers(cluster, "worker-0")
+    (tmp_path / "done").touch()
+    cluster.ends("Succeeded")
+
+
+def test_a_job_of_a_name_that_was_just_deleted_runs(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job(waiting(tmp_path), replicas=1)
+    workers(cluster, "worker-0")
+    cluster.kubectl("delete", "elasticjob", "mine", "--wait=false")
+    until(lambda: not cluster.get("elasticjobs")["items"], "the job to go")
+    cluster.job(waiting(tmp_path), replicas=1)
+    (tmp_path / "done").touch()
+    cluster.ends("Succeeded")
+
+
+def test_after_its_end_a_job_is_cleaned_up_and_deleted_as_it_says(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job(waiting(tmp_path), replicas=1)
+    workers(cluster, "worker-0")
+    change = {"spec": {"cleanPodPolicy": "All", "ttlSecondsAfterFinished": 3600}}
+    cluster.kubectl("patch", "elasticjob", "mine", "--type=merge", "-p", json.dumps(change))
+    (tmp_path / "done").touch()
+    cluster.ends("Succeeded")
+    until(lambda: not cluster.get("pods")["items"], "the Pods to go", LONG_S, diagnostic=cluster.said)
+    assert cluster.phase == "Succeeded"
+    cluster.kubectl("patch", "elasticjob", "mine", "--type=merge", "-p", '{"spec":{"ttlSecondsAfterFinished":0}}')
+    until(lambda: not cluster.get("elasticjobs,scaleplans,services,secrets", "-l", "elasticjob-name=mine")["items"]
+          and not cluster.get("elasticjobs")["items"], "the job to go", LONG_S, diagnostic=cluster.said)  # fmt: skip
+
+
+def test_without_a_journal_a_master_that_is_deleted_loses_no_worker(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job(waiting(tmp_path), replicas=2)
+    workers(cluster, "worker-0", "worker-1")
+    before = {pod["metadata"]["uid"] for pod in cluster.get("pods", "-l", "replica-type=worker")["items"]}
+    first = cluster.get("pod", "mine-master")["metadata"]["uid"]
+    cluster.kubectl("delete", "pod", "mine-master")
+    until(lambda: any(pod["metadata"]["name"] == "mine-master" and pod["status"]["phase"] == "Running"
+                      and pod["metadata"]["uid"] != first for pod in cluster.get("pods")["items"]),
+          "another master", LONG_S, diagnostic=cluster.said)  # fmt: skip
+    cluster.kubectl("scale", "elasticjob/mine", "--replicas=3")
+    workers(cluster, "worker-0", "worker-1", "worker-2")
+    assert before < {pod["metadata"]["uid"] for pod in cluster.get("pods", "-l", "replica-type=worker")["items"]}
+    (tmp_path / "done").touch()
+    cluster.ends("Succeeded")
+
+
+def test_operator_and_master_may_do_what_they_need_and_no_more(cluster: Cluster, tmp_path: Path) -> None:
+    """With real RBAC, as kubectl asks it."""
+
+    def may(account: str, verb: str, what: str, namespace: str = cluster.namespace) -> bool:
+        resource, _, part = what.partition("/")
+        user = f"--as=system:serviceaccount:{cluster.namespace}:{account}"
+        asked = ["auth", "can-i", verb, resource, user, "-n", namespace, *([f"--subresource={part}"] if part else [])]
+        return cluster.plane.kubectl(*asked).stdout.strip() == "yes"
+
+    operator, master = manifests.NAME, ACCOUNT
+    assert may(operator, "create", "pods")
+    assert may(operator, "delete", "pods")
+    assert may(operator, "create", "secrets")
+    for verb, what in (("get", "secrets"), ("list", "secrets"), ("create", "pods/exec"), ("update", "pods"),
+                       ("create", "rolebindings"), ("delete", "services"), ("create", "elasticjobs")):  # fmt: skip
+        assert not may(operator, verb, what), (verb, what)
+    assert not may(operator, "create", "pods", "default")
+    assert may(master, "create", "scaleplans.elastic.iml.github.io")
+    for verb, what in (("create", "pods"), ("delete", "pods"), ("get", "secrets"), ("patch", "elasticjobs"),
+                       ("delete", "scaleplans"), ("create", "events")):  # fmt: skip
+        assert not may(master, verb, what), (verb, what)
+
+
+class OperatorProcess:
+    """`python -m dlrover_hooks.master.operator`, one of several."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        command = [sys.executable, "-m", "dlrover_hooks.master.operator", "--namespace", cluster.namespace,
+                   "--lease", cluster.namespace, "--lease-duration", "3", "--health-port", "0",
+                   "--master-port", str(cluster.port), "--kubeconfig", cluster.kubeconfig]  # fmt: skip
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.port = int(self.process.stderr.readline().rpartition(" ")[2])
+
+    def says(self, path: str) -> str:
+        return requests.get(f"http://127.0.0.1:{self.port}{path}", timeout=30).text.strip()
+
+    @property
+    def leads(self) -> bool:
+        return self.says("/readyz") == "leads"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+def test_of_several_operators_one_works_and_another_takes_over(bare_cluster: Cluster, tmp_path: Path) -> None:
+    cluster, operators = bare_cluster, list[OperatorProcess]()
+    try:
+        operators += [OperatorProcess(cluster) for _ in range(3)]
+        cluster.job(waiting(tmp_path), replicas=1)
+        workers(cluster, "worker-0")
+        (first,) = [one for one in operators if one.leads]
+        assert all(one.says("/healthz") == "ok" for one in operators)
+        lease = cluster.get("lease", manifests.NAME)["spec"]
+        standbys = [one for one in operators if one is not first]
+        until(lambda: all(lease["holderIdentity"] in one.says("/readyz") for one in standbys), "standbys that follow")
+        first.process.kill()
+        cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
+        workers(cluster, "worker-0", "worker-1")
+        (second,) = [one for one in standbys if one.leads]
+        assert cluster.get("lease", manifests.NAME)["spec"]["leaseTransitions"] == lease["leaseTransitions"] + 1
+        second.process.terminate()
+        assert second.process.wait(60) == 0
+        (third,) = [one for one in standbys if one is not second]
+        until(lambda: third.leads, "the third one")
+        (tmp_path / "done").touch()
+        cluster.ends("Succeeded")
+    finally:
+        for one in operators:
+            one.close()
+
+
+def test_what_manifest_prints_can_be_applied(bare_cluster: Cluster, tmp_path: Path) -> None:
+    """By kubectl, also through the folder for kustomize."""
+    cluster, name = bare_cluster, bare_cluster.namespace
+    words = ["manifest", "--image", "dlrover-hooks", "--namespace", name, "--only", name]
+    command = [sys.executable, "-m", "dlrover_hooks", *words]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    shutil.copytree(ROOT / "docs/operate/kustomize", tmp_path / "folder")
+    (tmp_path / "folder/dlrover-hooks.yaml").write_text(printed)
+    cluster.kubectl("apply", "-k", str(tmp_path / "folder"))
+    deployment = cluster.get("deployment", manifests.NAME)["spec"]
+    assert deployment["replicas"] == 2
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example/train:1"
+    assert container["args"][:2] == ["--lease", name]
+    assert cluster.get("serviceaccount", ACCOUNT)["metadata"]["namespace"] == name
+
+
+def test_the_example_trains(cluster: Cluster, tmp_path: Path) -> None:
+    """Its image and its volume are those of this machine; all else is as it stands."""
+    folder = ROOT / "examples/kubernetes"
+    cluster.kubectl("apply", "--dry-run=server", "-f", str(folder / "job.yaml"))
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    pod = job["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    del pod["volumes"], pod["containers"][0]["volumeMounts"]
+    assert pod["containers"][0]["command"].pop() == "/train.py"
+    pod["containers"][0]["command"] += [str(folder / "train.py"), "--epochs", "2"]
+    (save_to,) = [one for one in pod["containers"][0]["env"] if one["name"] == "DLROVER_HOOKS_SAVE_TO"]
+    save_to["value"] = str(tmp_path / "saved")
+    cluster.apply(job)
+    cluster.ends("Succeeded")
+    assert list((tmp_path / "saved").rglob("*.json")), "a checkpoint"
+
+
+PAGE = (ROOT / "docs/operate/kubernetes.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S))
+def test_the_jobs_of_the_page_can_be_applied(bare_cluster: Cluster, block: str) -> None:
+    job = yaml.safe_load(block)
+    worker: dict[str, Any] = {"template": {"spec": {"containers": [{"name": "main", "image": "none"}]}}}
+    if "optimizeMode" not in job["spec"]:
+        worker["replicas"] = 1
+    replicas = job["spec"].setdefault("replicaSpecs", {})
+    replicas["worker"] = worker | replicas.get("worker", {})
+    job = {"apiVersion": custom_resources.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "mine"}} | job
+    job_spec(job).check()
+    shown = bare_cluster.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(job))
+    assert json.loads(shown)["spec"] == job["spec"], "no field is unknown"
+
+
+def test_the_page_shows_the_example() -> None:
+    assert (ROOT / "examples/kubernetes/job.yaml").read_text() in PAGE

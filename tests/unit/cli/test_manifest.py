@@ -1,0 +1,56 @@
+"""`dlrover-hooks manifest`: what it prints can be applied; tests/kubernetes/test_elastic_job.py applies it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from click.testing import CliRunner
+
+from dlrover_hooks.cli.main import main
+
+
+def printed(*words: str) -> list[dict[str, Any]]:
+    found = CliRunner().invoke(main, ["manifest", *words])
+    assert found.exit_code == 0, found.output
+    assert "&id" not in found.output, "no anchors"
+    return list(yaml.safe_load_all(found.output))
+
+
+def kinds(objects: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    return [(one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"]) for one in objects]
+
+
+def test_only_the_definitions() -> None:
+    assert kinds(printed("--definitions")) == [
+        ("CustomResourceDefinition", "", "elasticjobs.elastic.iml.github.io"),
+        ("CustomResourceDefinition", "", "scaleplans.elastic.iml.github.io"),
+    ]
+
+
+def test_an_operator_of_the_whole_cluster() -> None:
+    found = printed("--image", "mine:1", "--job-namespace", "b", "--job-namespace", "a")
+    operator, master = "dlrover-hooks-operator", "dlrover-hooks-master"
+    assert kinds(found)[2:] == [
+        ("Namespace", "", "dlrover-hooks"), ("ServiceAccount", "dlrover-hooks", operator),
+        ("ClusterRole", "", operator), ("ClusterRoleBinding", "", operator),
+        ("Role", "dlrover-hooks", f"{operator}-leader"), ("RoleBinding", "dlrover-hooks", f"{operator}-leader"),
+        ("Deployment", "dlrover-hooks", operator),
+        *((kind, name, master) for name in "ab" for kind in ("ServiceAccount", "Role", "RoleBinding")),
+    ]  # fmt: skip
+    (container,) = found[8]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "mine:1"
+
+
+def test_an_operator_of_one_namespace_has_no_rights_elsewhere() -> None:
+    found = printed("--image", "mine:1", "--only", "train", "--namespace", "train")
+    assert not [kind for kind, _, _ in kinds(found) if kind.startswith("ClusterRole")]
+    assert {namespace for kind, namespace, _ in kinds(found) if "Role" in kind} == {"train"}
+    (container,) = next(one for one in found if one["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-2:] == ["--namespace", "train"]
+
+
+def test_without_an_image_it_says_what_it_needs() -> None:
+    found = CliRunner().invoke(main, ["manifest"])
+    assert found.exit_code == 78
+    assert "the operator needs --image" in found.output
