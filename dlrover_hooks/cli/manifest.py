@@ -20,11 +20,11 @@ _USAGE = 78
 @click.option("--only", metavar="NAMESPACE",
               help="The operator follows, and may change, only the jobs of this namespace. Default: those of the whole "
               "cluster.")  # fmt: skip
-@click.option("--definitions", is_flag=True, help="Only the definitions of ElasticJob and ScalePlan.")
+@click.option("--definitions", is_flag=True, help="Only the definitions of ElasticJob, ScalePlan and DIJob.")
 def manifest(
     image: str | None, namespace: str, job_namespace: tuple[str, ...], only: str | None, definitions: bool
 ) -> None:
-    """Print the definitions of ElasticJob and ScalePlan, the operator, and the accounts with the rights that the
+    """Print the definitions of ElasticJob, ScalePlan and DIJob, the operator, and the accounts with the rights that the
     operator and the masters of jobs need.
 
     \b
@@ -34,10 +34,11 @@ def manifest(
     Exit codes: 0 done, 78 wrong options.
     """
     from dlrover_hooks.kubernetes import custom_resources
+    from dlrover_hooks.master.di_orchestrator import di_job_resource
     from dlrover_hooks.master.operator import manifests
 
     try:
-        objects = custom_resources.definitions()
+        objects = [*custom_resources.definitions(), di_job_resource.definition()]
         if not definitions:
             if image is None:
                 raise UsageError(

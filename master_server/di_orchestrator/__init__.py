@@ -1,4 +1,4 @@
 """DI Orchestrator: `DIJob`s of DI-engine, their phases, the Pods of their tasks, and on which nodes these run.
 
-Entry points: `Allocator`, `next_phase`.
+Entry points: `DIJobController`, `Allocator`.
 """

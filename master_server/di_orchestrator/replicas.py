@@ -23,7 +23,8 @@ REPLICAS_ANNOTATION, RANK_ANNOTATION = "diengine/replicas", "diengine/rank"
 TASK_RANK_ANNOTATION, NODE_ANNOTATION = "diengine/task-rank", "diengine/node"
 RESTARTS_ANNOTATION = "dlrover-hooks/restarts"
 """How often the job had been restarted when the Pod was made."""
-_DEFAULT_RESOURCES = {"cpu": "1", "memory": "2Gi"}
+DEFAULT_RESOURCES = {"cpu": "1", "memory": "2Gi"}
+"""What a container requests that says nothing, as in DI Orchestrator."""
 _DOMAIN = "svc.cluster.local"
 
 
@@ -136,7 +137,7 @@ def replica_pod(
         mine = container.setdefault("env", [])
         known = {one["name"] for one in mine}
         mine.extend({"name": key, "value": value} for key, value in variables.items() if key not in known)
-        container.setdefault("resources", {"requests": _DEFAULT_RESOURCES})
+        container.setdefault("resources", {"requests": DEFAULT_RESOURCES})
     return {"apiVersion": "v1", "kind": "Pod"} | pod
 
 

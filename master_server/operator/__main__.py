@@ -10,11 +10,16 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import Callable, Sequence
 
 import click
 
+from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.errors import HooksError, KubernetesFailed, UsageError
 from dlrover_hooks.kubernetes.api_server import ApiServer
+from dlrover_hooks.master.di_orchestrator.allocator import Allocator, Policy
+from dlrover_hooks.master.di_orchestrator.controller import DIJobController
+from dlrover_hooks.master.di_orchestrator.policies import FitPolicy, GoodputPolicy, Placement
 from dlrover_hooks.master.journal.lease_leadership import TTL_S, LeaseLeadership
 from dlrover_hooks.master.operator import manifests
 from dlrover_hooks.master.operator.health_endpoint import HealthEndpoint
@@ -22,6 +27,9 @@ from dlrover_hooks.master.operator.job_objects import ACCOUNT, PORT, MasterOptio
 from dlrover_hooks.master.operator.operator import Operator
 
 USAGE, FAILED = 78, 70
+DI_POLICIES: dict[str, Callable[[], Policy]] = {
+    "pack": lambda: FitPolicy(Placement.PACK), "spread": lambda: FitPolicy(Placement.SPREAD), "goodput": GoodputPolicy,
+}  # fmt: skip
 _CHECK_S = 1.0
 log = logging.getLogger("dlrover_hooks.operator")
 
@@ -38,6 +46,10 @@ log = logging.getLogger("dlrover_hooks.operator")
 @click.option("--master-image", default="", help="Of the Pods of masters. Default: that of the workers of the job.")
 @click.option("--master-account", default=ACCOUNT, help="Their service account, in the namespace of the job.")
 @click.option("--master-port", default=PORT, type=click.IntRange(1, 65535), help="The port of masters.")
+@click.option("--di-policy", type=click.Choice(list(DI_POLICIES)),
+              help="Also run the DIJobs of DI-engine. The policy places the replicas of preemptible ones: on few "
+              "nodes, on many, or by the speeds that jobs report. Default: not at all.")  # fmt: skip
+@click.option("--di-period", default="60s", metavar="DURATION", help="Preemptible DIJobs are scheduled so often.")
 @click.option("--context", help="Of the kubeconfig file. Default: its current one, or the account of this Pod.")
 @click.option(
     "--kubeconfig", type=click.Path(exists=True, dir_okay=False), help="Default: $KUBECONFIG, ~/.kube/config."
@@ -45,7 +57,8 @@ log = logging.getLogger("dlrover_hooks.operator")
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
 def command(
     namespace: str | None, lease: str | None, lease_s: int, health_port: int | None, master_image: str,
-    master_account: str, master_port: int, context: str | None, kubeconfig: str | None, log_level: str,
+    master_account: str, master_port: int, di_policy: str | None, di_period: str, context: str | None,
+    kubeconfig: str | None, log_level: str,
 ) -> None:  # fmt: skip
     """Run a master for every ElasticJob, and create and delete Pods for its nodes as the master's ScalePlan says.
 
@@ -68,30 +81,50 @@ def command(
         with contextlib.ExitStack() as owned:
             api = ApiServer(context, kubeconfig=kubeconfig)
             owned.callback(api.close)
-            me = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
             leader = None if lease is None else LeaseLeadership(
-                api, lease, manifests.NAME, me, lost.set, ttl_s=lease_s
+                api, lease, manifests.NAME, _identity(), lost.set, ttl_s=lease_s
             )  # fmt: skip
             if health_port is not None:
-                health = HealthEndpoint(health_port, lambda: not lost.is_set(), lambda: _ready(leader))
-                health.start()
-                owned.callback(health.stop)
-                click.echo(f"dlrover-hooks operator: /healthz on port {health.port}", err=True)
+                owned.callback(_answer_probes(health_port, leader, lost))
             if leader is not None:
                 owned.callback(leader.resign)
                 if not leader.campaign(ending, _Told(leader)):
                     return
-            operator = Operator(api, namespace, MasterOptions(master_port, master_image, master_account))
-            operator.start()
-            owned.callback(operator.stop)
+            masters = MasterOptions(master_port, master_image, master_account)
+            parts: list[Operator | DIJobController] = [Operator(api, namespace, masters)]
+            if di_policy is not None:
+                allocator, period_s = Allocator(DI_POLICIES[di_policy]()), seconds(di_period, name="--di-period")
+                parts.append(DIJobController(api, allocator, namespace, period_s=period_s))
+            for part in parts:
+                part.start()
+                owned.callback(part.stop)
             click.echo(f"dlrover-hooks operator: follows {api.url}, {namespace or 'all namespaces'}", err=True)
-            while not ending.wait(_CHECK_S):
-                operator.check()
-                if lost.is_set():
-                    raise KubernetesFailed("the Lease was lost: another operator may work now", hint="start it again")
+            _watch(parts, ending, lost)
     except HooksError as error:
         click.echo(f"dlrover-hooks operator: {error}", err=True)
         sys.exit(USAGE if isinstance(error, UsageError) else FAILED)
+
+
+def _watch(parts: Sequence[Operator | DIJobController], ending: threading.Event, lost: threading.Event) -> None:
+    """Until a signal comes. Raises what a thread met, and `KubernetesFailed` if the Lease is lost."""
+    while not ending.wait(_CHECK_S):
+        for part in parts:
+            part.check()
+        if lost.is_set():
+            raise KubernetesFailed("the Lease was lost: another operator may work now", hint="start it again")
+
+
+def _answer_probes(port: int, leader: LeaseLeadership | None, lost: threading.Event) -> Callable[[], None]:
+    """Begin to; what is returned ends it."""
+    health = HealthEndpoint(port, lambda: not lost.is_set(), lambda: _ready(leader))
+    health.start()
+    click.echo(f"dlrover-hooks operator: /healthz on port {health.port}", err=True)
+    return health.stop
+
+
+def _identity() -> str:
+    """Of this process, for the Lease."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def _ready(leader: LeaseLeadership | None) -> tuple[bool, str]:

@@ -15,10 +15,10 @@ from dlrover_hooks.kubernetes import custom_resources, names, node_pods
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.elastic_job_spec import CleanPodPolicy, ElasticJobSpec
 from dlrover_hooks.kubernetes.pod_status import pod_end, runs
+from dlrover_hooks.kubernetes.work_queue import WorkRetries
 from dlrover_hooks.master.operator import job_objects
 from dlrover_hooks.master.operator.job_objects import MasterOptions
 from dlrover_hooks.master.operator.job_status import JobPhase, JobSituation, MasterEnd, master_end, next_status
-from dlrover_hooks.master.operator.work_queue import WorkRetries
 
 log = logging.getLogger("dlrover_hooks.operator")
 _HEALTHY_S = 300.0

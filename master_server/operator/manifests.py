@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dlrover_hooks.kubernetes import custom_resources, names
 from dlrover_hooks.kubernetes.api_server import Manifest
+from dlrover_hooks.master.di_orchestrator import di_job_resource
 from dlrover_hooks.master.operator.job_objects import ACCOUNT
 
 NAME = names.OPERATOR
@@ -29,6 +30,13 @@ OPERATOR_RULES = [
     _rule("", "events", "create"),
 ]
 """What the operator may do, in the namespaces of jobs."""
+DI_RULES = [
+    _rule(di_job_resource.GROUP, di_job_resource.DI_JOBS, *_FOLLOW),
+    _rule(di_job_resource.GROUP, f"{di_job_resource.DI_JOBS}/status", "patch"),
+    _rule(di_job_resource.GROUP, f"{di_job_resource.DI_JOBS}/finalizers", "update"),
+    _rule("", "nodes", *_FOLLOW),
+]
+"""What it may do besides, to run `DIJob`s. Nodes and their Pods belong to the whole cluster."""
 LEASE_RULES = [_rule("coordination.k8s.io", "leases", "get", "create", "update")]
 """In its own namespace: of several operators one works."""
 MASTER_RULES = [
@@ -66,7 +74,7 @@ def operator_objects(namespace: str, image: str, only: str | None = None) -> lis
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": own},
-        *_role(f"{scope}Role", jobs, OPERATOR_RULES, account),
+        *_role(f"{scope}Role", jobs, OPERATOR_RULES + (DI_RULES if only is None else []), account),
         *_role("Role", own | {"name": f"{NAME}-leader"}, LEASE_RULES, account),
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": own, "spec": deployment},
     ]

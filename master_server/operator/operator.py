@@ -20,12 +20,12 @@ from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.kubernetes.pod_status import pod_end
+from dlrover_hooks.kubernetes.reconcile_loop import ReconcileLoop
 from dlrover_hooks.master.operator import job_objects, manual_scaling
 from dlrover_hooks.master.operator.job_masters import JobMasters
 from dlrover_hooks.master.operator.job_objects import MasterOptions
 from dlrover_hooks.master.operator.job_status import JobSituation
 from dlrover_hooks.master.operator.scale_plan_actions import CreatePod, DeletePod, next_status, pod_actions, unreported
-from dlrover_hooks.master.operator.work_queue import WorkQueue
 
 log = logging.getLogger("dlrover_hooks.operator")
 JobKey = tuple[str, str]
@@ -37,7 +37,6 @@ LIST_S = 60.0
 """Within this time the API server must have listed jobs, plans and Pods."""
 _AGAIN_S = 1.0
 """Pause after a request that the API server did not answer."""
-_LONGEST_WAIT_S = 60.0
 _OURS = f"{names.MANAGED_BY} in ({names.MANAGER},{names.OPERATOR})"
 _MASTERS = f"{names.MANAGED_BY}={names.OPERATOR}"
 
@@ -75,7 +74,7 @@ class Operator:
     ) -> None:
         self._api, self._masters = api, JobMasters(api, masters or MasterOptions())
         self._changed = threading.Condition()
-        self._queue = WorkQueue[JobKey](resync_s)
+        self._loop = ReconcileLoop[JobKey](self._reconcile, "job", workers=WORKERS, resync_s=resync_s)
         self._jobs, self._plans = dict[JobKey, Manifest](), dict[JobKey, dict[str, Manifest]]()
         self._manual = dict[JobKey, dict[str, Manifest]]()
         """Plans of users; by the name of their job, then by their own."""
@@ -94,10 +93,9 @@ class Operator:
         self._tried = dict[JobKey, list[TriedPod]]()
         """Not seen in a status yet."""
         self._over = False
-        runs = [("job", self._compare_jobs)] * WORKERS + [("pod", self._change_pods)] * REQUESTS
         self._threads = [
-            BackgroundThread(f"dlrover-hooks-operator-{kind}-{number}", run, where="operator", again_s=_AGAIN_S)
-            for number, (kind, run) in enumerate(runs)
+            BackgroundThread(f"dlrover-hooks-pod-{number}", self._change_pods, where="operator", again_s=_AGAIN_S)
+            for number in range(REQUESTS)
         ]
 
     def start(self) -> None:
@@ -108,12 +106,13 @@ class Operator:
         except KubernetesFailed:
             self.stop()
             raise
+        self._loop.start()
         for thread in self._threads:
             thread.start()
 
     def check(self) -> None:
         """Raise what a thread met since the last call."""
-        for one in (*self._watches, *self._threads):
+        for one in (*self._watches, self._loop, *self._threads):
             one.check()
 
     def stop(self) -> None:
@@ -121,7 +120,7 @@ class Operator:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-        for one in (*self._watches, *self._threads):
+        for one in (*self._watches, self._loop, *self._threads):
             one.stop()
 
     # ---- what there is ----------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ class Operator:
                 self._jobs[key] = change.manifest
             elif self._jobs.get(key, change.manifest)["metadata"]["uid"] == change.uid:
                 self._jobs.pop(key, None)
-            self._add(key)
+        self._loop.add(key)
         if change.deleted:
             self._masters.forget(change.uid)
 
@@ -166,43 +165,12 @@ class Operator:
                 mine.pop(name, None)
             if not mine:
                 del kept[key]
-            self._add(key)
-
-    def _add(self, key: JobKey) -> None:
-        self._queue.add(key, time.monotonic())
-        self._changed.notify_all()
+        self._loop.add(key)
 
     # ---- work -------------------------------------------------------------------------------------------------------
 
-    def _compare_jobs(self) -> None:
-        while (key := self._next()) is not None:
-            try:
-                self._reconcile(key)
-            except (KubernetesFailed, msgspec.ValidationError) as error:
-                log.warning("job %s/%s: %s Trying again.", *key, error)
-                self._failed(key)
-            except BaseException:
-                self._failed(key)
-                raise
-            else:
-                with self._changed:
-                    self._queue.done(key, time.monotonic(), known=key in self._jobs)
-
-    def _next(self) -> JobKey | None:
-        with self._changed:
-            while not self._over:
-                now = time.monotonic()
-                if (key := self._queue.take(now)) is not None:
-                    return key
-                self._changed.wait(min(max(0.0, self._queue.due() - now), _LONGEST_WAIT_S))
-        return None
-
-    def _failed(self, key: JobKey) -> None:
-        with self._changed:
-            self._queue.failed(key, time.monotonic())
-            self._changed.notify_all()
-
-    def _reconcile(self, key: JobKey) -> None:
+    def _reconcile(self, key: JobKey) -> bool:
+        """Of `ReconcileLoop`."""
         with self._changed:
             job = self._jobs.get(key)
             manual = list(self._manual.get(key, {}).values())
@@ -212,7 +180,7 @@ class Operator:
         if job is None or "deletionTimestamp" in job["metadata"]:  # what is left is deleted with it
             with self._changed:
                 self._tried.pop(key, None)
-            return
+            return job is not None
         owner = custom_resources.owner_reference(job)
         plans, pods, services = (
             [one for one in kind if node_pods.is_owned(one, owner)] for kind in (plans, pods, services)
@@ -220,11 +188,11 @@ class Operator:
         found = _situation(job, pods)
         again = self._masters.reconcile(found, next(iter(services), None), time.monotonic())
         if again < math.inf:
-            with self._changed:
-                self._queue.add(key, again)
+            self._loop.add(key, again)
         for plan in manual:
             self._change_job(found, plan)
         self._carry_out(key, found, plans, services)
+        return True
 
     def _change_job(self, found: JobSituation, plan: Manifest) -> None:
         """As a user's plan says. Raises KubernetesFailed."""
@@ -322,8 +290,7 @@ class Operator:
                         del self._busy[key]
                     if tried is not None:
                         self._tried.setdefault(key, []).append(tried)
-                    self._queue.add(key, at)
-                    self._changed.notify_all()
+                self._loop.add(key, at)
 
     def _create(self, request: _Request, action: CreatePod) -> TriedPod:
         """Raises KubernetesFailed if it is not known whether it was created, or it may be later."""

@@ -25,20 +25,21 @@ def test_only_the_definitions() -> None:
     assert kinds(printed("--definitions")) == [
         ("CustomResourceDefinition", "", "elasticjobs.elastic.iml.github.io"),
         ("CustomResourceDefinition", "", "scaleplans.elastic.iml.github.io"),
+        ("CustomResourceDefinition", "", "dijobs.diengine.opendilab.org"),
     ]
 
 
 def test_an_operator_of_the_whole_cluster() -> None:
     found = printed("--image", "mine:1", "--job-namespace", "b", "--job-namespace", "a")
     operator, master = "dlrover-hooks-operator", "dlrover-hooks-master"
-    assert kinds(found)[2:] == [
+    assert kinds(found)[3:] == [
         ("Namespace", "", "dlrover-hooks"), ("ServiceAccount", "dlrover-hooks", operator),
         ("ClusterRole", "", operator), ("ClusterRoleBinding", "", operator),
         ("Role", "dlrover-hooks", f"{operator}-leader"), ("RoleBinding", "dlrover-hooks", f"{operator}-leader"),
         ("Deployment", "dlrover-hooks", operator),
         *((kind, name, master) for name in "ab" for kind in ("ServiceAccount", "Role", "RoleBinding")),
     ]  # fmt: skip
-    (container,) = found[8]["spec"]["template"]["spec"]["containers"]
+    (container,) = found[9]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "mine:1"
 
 

@@ -82,7 +82,9 @@ JOBS = st.lists(
 
 
 @pytest.mark.requirement("DI-38", "DI-39", "DI-40")
-@pytest.mark.parametrize("policy", [FitPolicy(), FitPolicy(Placement.SPREAD), GoodputPolicy()], ids=str)
+@pytest.mark.parametrize(
+    "policy", [FitPolicy(), FitPolicy(Placement.SPREAD), GoodputPolicy()], ids=["pack", "spread", "goodput"]
+)
 @given(JOBS, st.lists(st.integers(0, 8), max_size=5))
 def test_no_node_gets_more_than_it_has(
     policy: FitPolicy, found: list[tuple[int, float, int, bool]], cpus: list[int]

@@ -6,7 +6,7 @@ import math
 
 from hypothesis import given, strategies as st
 
-from dlrover_hooks.master.operator.work_queue import WorkQueue, WorkRetries
+from dlrover_hooks.kubernetes.work_queue import WorkQueue, WorkRetries
 
 RETRIES = WorkRetries(first_s=1.0, longest_s=4.0)
 

@@ -1,0 +1,128 @@
+"""Jobs and nodes as the allocator sees them, and what a status says besides the phase. Pure."""
+
+from __future__ import annotations
+
+import calendar
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.kubernetes import node_pods
+from dlrover_hooks.kubernetes.api_server import Manifest
+from dlrover_hooks.kubernetes.pod_status import pod_end
+from dlrover_hooks.master.di_orchestrator import replicas
+from dlrover_hooks.master.di_orchestrator.allocator import JobInfo, NodeInfo, NodeList, less
+from dlrover_hooks.master.di_orchestrator.di_job_resource import (
+    DIJobPhase,
+    DIJobSpec,
+    DIJobStatus,
+    di_job_spec,
+    di_job_status,
+)
+from dlrover_hooks.protocol import NodeResource
+
+Placed = tuple[JobInfo, NodeList]
+"""A job, and where its replicas are."""
+_NOTHING: Mapping[str, str] = {}
+_TAINTS = ("NoSchedule", "NoExecute")
+_RFC3339 = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def job_info(job: Manifest, spec: DIJobSpec, status: DIJobStatus) -> JobInfo:
+    """Of a job whose spec is valid. It needs all replicas of its fixed tasks, and one of the task that grows."""
+    meta = job["metadata"]
+    every = replicas.replicas(spec, status.replicas)
+    sizes = [_pod_size(spec.tasks[one.task].template, replicas.DEFAULT_RESOURCES) for one in every]
+    fixed = len(every) - sum(one.task == every[-1].task for one in every)
+    return JobInfo(
+        key=f"{meta['namespace']}/{meta['name']}", sizes=tuple(sizes), least=fixed + 1, replicas=status.replicas,
+        preemptible=spec.preemptible, priority=spec.priority, profilings=status.profilings,
+        submitted_s=float(calendar.timegm(time.strptime(meta["creationTimestamp"], _RFC3339))),
+    )  # fmt: skip
+
+
+def placed_jobs(jobs: Iterable[Manifest]) -> dict[str, Placed]:
+    """The preemptible jobs that run or wait, by `namespace/name`. Jobs that make no sense are left out."""
+    found = dict[str, Placed]()
+    for job in jobs:
+        try:
+            spec, status = di_job_spec(job), di_job_status(job)
+            over = status.phase in (DIJobPhase.SUCCEEDED, DIJobPhase.FAILED) or "deletionTimestamp" in job["metadata"]
+            if spec.preemptible and status.replicas and not over:
+                info = job_info(job, spec, status)
+                found[info.key] = (info, status.allocation)
+        except (UsageError, ValueError):  # its own reconciliation says so
+            continue
+    return found
+
+
+def free_nodes(nodes: Iterable[Manifest], pods: Iterable[Manifest], jobs: Iterable[Manifest]) -> dict[str, NodeInfo]:
+    """What the ready nodes have for preemptible jobs: what no other Pod requests."""
+    preemptible = {job["metadata"]["uid"] for job in jobs if job["spec"].get("preemptible")}
+    free = {
+        node["metadata"]["name"]: _amounts(node["status"].get("allocatable", {})) for node in nodes if _usable(node)
+    }
+    for pod in pods:
+        owners = {one["uid"] for one in pod["metadata"].get("ownerReferences", ())}
+        name = pod["spec"].get("nodeName")
+        if name in free and not owners & preemptible and pod_end(pod) is None:
+            free[name] = less(free[name], _pod_size(pod))
+    return {name: NodeInfo(name, left) for name, left in free.items()}
+
+
+def task_status(pods: Iterable[Manifest], known: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Pods by task and phase. Tasks that were `known` before are there, too: a patch removes nothing."""
+    counts = Counter[tuple[str, str]]()
+    for pod in pods:
+        task = pod["metadata"].get("labels", {}).get(replicas.TASK_NAME_LABEL, "")
+        counts[task, pod.get("status", {}).get("phase", "Pending")] += 1
+    phases = ("Pending", "Running", "Succeeded", "Failed")
+    tasks = sorted({*known, *(task for task, _ in counts)})
+    return {task: {phase: counts[task, phase] for phase in phases} for task in tasks}
+
+
+def conditions(
+    old: list[dict[str, Any]], phase: DIJobPhase, reason: str, message: str, now: str
+) -> list[dict[str, Any]]:
+    """One for each phase that the job was in; that of `phase` holds. The times are those of the last change."""
+    found = list[dict[str, Any]]()
+    for one in [*old, *([] if any(each["type"] == phase.value for each in old) else [{"type": phase.value}])]:
+        new = {"type": one["type"], "status": str(one["type"] == phase.value)}
+        if one["type"] == phase.value:
+            goes_on = one.get("status") == "True" and one.get("reason") == reason
+            said = message or (one.get("message", "") if goes_on else "")
+            new |= {"reason": reason} | ({"message": said} if said else {})
+        else:
+            new |= {name: one[name] for name in ("reason", "message") if name in one}
+        changed = new.get("status") != one.get("status")
+        same = all(one.get(name) == value for name, value in new.items())
+        new["lastTransitionTime"] = now if changed else one.get("lastTransitionTime", now)
+        new["lastUpdateTime"] = one.get("lastUpdateTime", now) if same else now
+        found.append(new)
+    return found
+
+
+def _usable(node: Manifest) -> bool:
+    spec, ready = node.get("spec", {}), node.get("status", {}).get("conditions", ())
+    tainted = any(one.get("effect") in _TAINTS for one in spec.get("taints") or ())
+    is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in ready)
+    return is_ready and not tainted and not spec.get("unschedulable")
+
+
+def _pod_size(pod: Manifest, default: Mapping[str, str] = _NOTHING) -> NodeResource:
+    """What its containers request together. `default`: of a container without resources."""
+    total = NodeResource()
+    for container in pod.get("spec", {}).get("containers", ()):
+        resources = container.get("resources") or {"requests": default}
+        one = _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+        total = NodeResource(total.cpu + one.cpu, total.memory + one.memory, "", total.gpu_num + one.gpu_num)
+    return total
+
+
+def _amounts(quantities: dict[str, Any]) -> NodeResource:
+    """Cores, memory and GPUs; devices of other kinds do not count."""
+    gpus = [node_pods.quantity(value) for name, value in quantities.items() if name.endswith("/gpu")]
+    cpu, memory = (node_pods.quantity(quantities.get(name, 0)) for name in ("cpu", "memory"))
+    return NodeResource(cpu, int(memory) >> 20, "", round(sum(gpus)))
