@@ -1,4 +1,4 @@
 """DI Orchestrator: `DIJob`s of DI-engine, their phases, the Pods of their tasks, and on which nodes these run.
 
-Entry points: `DIJobController`, `Allocator`.
+Entry points: `python -m dlrover_hooks.master.di_orchestrator`, `DIJobController`, `Allocator`, `DIServer`.
 """

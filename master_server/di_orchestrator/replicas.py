@@ -15,8 +15,8 @@ from dlrover_hooks.master.di_orchestrator.di_job_resource import API_VERSION, DI
 from dlrover_hooks.master.di_orchestrator.phases import ReplicaCounts
 from dlrover_hooks.protocol import NodeExit
 
-PORT = 22270
-"""Of a replica, as DI-engine expects it."""
+PORT, PORT_NAME = 22270, "di-port"
+"""Of a replica, as DI-engine expects them."""
 OPERATOR_LABEL, JOB_LABEL, POD_LABEL = "diengine/operator", "diengine/job", "diengine/pod"
 TASK_TYPE_LABEL, TASK_NAME_LABEL, RANK_LABEL = "diengine/task-type", "diengine/task-name", "diengine/rank"
 REPLICAS_ANNOTATION, RANK_ANNOTATION = "diengine/replicas", "diengine/rank"
@@ -148,7 +148,7 @@ def job_service(manifest: Manifest) -> Manifest:
     return {
         "apiVersion": "v1", "kind": "Service",
         "metadata": {"name": service_name(job), "labels": labels, "ownerReferences": [owner(manifest)]},
-        "spec": {"clusterIP": "None", "selector": labels, "ports": [{"name": "di-port", "port": PORT}]},
+        "spec": {"clusterIP": "None", "selector": labels, "ports": [{"name": PORT_NAME, "port": PORT}]},
     }  # fmt: skip
 
 

@@ -49,6 +49,9 @@ log = logging.getLogger("dlrover_hooks.operator")
 @click.option("--di-policy", type=click.Choice(list(DI_POLICIES)),
               help="Also run the DIJobs of DI-engine. The policy places the replicas of preemptible ones: on few "
               "nodes, on many, or by the speeds that jobs report. Default: not at all.")  # fmt: skip
+@click.option("--di-server", default="", metavar="URL",
+              help="Of the di-server (python -m dlrover_hooks.master.di_orchestrator serve): for the Pods of "
+              "DIJobs.")  # fmt: skip
 @click.option("--di-period", default="60s", metavar="DURATION", help="Preemptible DIJobs are scheduled so often.")
 @click.option("--context", help="Of the kubeconfig file. Default: its current one, or the account of this Pod.")
 @click.option(
@@ -57,7 +60,7 @@ log = logging.getLogger("dlrover_hooks.operator")
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
 def command(
     namespace: str | None, lease: str | None, lease_s: int, health_port: int | None, master_image: str,
-    master_account: str, master_port: int, di_policy: str | None, di_period: str, context: str | None,
+    master_account: str, master_port: int, di_policy: str | None, di_server: str, di_period: str, context: str | None,
     kubeconfig: str | None, log_level: str,
 ) -> None:  # fmt: skip
     """Run a master for every ElasticJob, and create and delete Pods for its nodes as the master's ScalePlan says.
@@ -94,7 +97,7 @@ def command(
             parts: list[Operator | DIJobController] = [Operator(api, namespace, masters)]
             if di_policy is not None:
                 allocator, period_s = Allocator(DI_POLICIES[di_policy]()), seconds(di_period, name="--di-period")
-                parts.append(DIJobController(api, allocator, namespace, period_s=period_s))
+                parts.append(DIJobController(api, allocator, namespace, server_url=di_server, period_s=period_s))
             for part in parts:
                 part.start()
                 owned.callback(part.stop)
