@@ -115,7 +115,7 @@ def until_file(folder: Path) -> str:
     return f"until [ -e {folder}/done ]; do sleep 0.1; done"
 
 
-@pytest.mark.requirement("DI-28", "DI-30", "DI-31", "DI-32", "DI-46", "DI-50", "DI-68")
+@pytest.mark.requirement("DI-28", "DI-29", "DI-30", "DI-31", "DI-32", "DI-46", "DI-50", "DI-68")
 def test_a_job_comes_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     cluster.controller()
     cluster.create(until_file(tmp_path), 3)
@@ -181,7 +181,7 @@ def test_a_user_changes_the_number_of_replicas(cluster: Cluster, tmp_path: Path)
     assert cluster.status.replicas == 1
 
 
-@pytest.mark.requirement("DI-65", "DI-69")
+@pytest.mark.requirement("DI-65", "DI-66", "DI-69")
 def test_replicas_of_a_preemptible_job_run_where_they_are_allocated(cluster: Cluster, tmp_path: Path) -> None:
     cluster.controller(FitPolicy(Placement.SPREAD))
     cluster.create(until_file(tmp_path), 4, preemptible=True)

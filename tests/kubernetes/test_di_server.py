@@ -69,6 +69,8 @@ def test_a_job_asks_for_replicas_and_finds_them(served: Served, tmp_path: Path) 
     assert served.ask("DELETE", "replicas", {"replicas": 1}).status_code == 200
     served.cluster.ranks(0, 1)
     until(lambda: len(served.ask("GET", "replicas").json()["data"]) == 2, "two addresses")
+    served.cluster.set_replicas(1)  # by a client of Kubernetes
+    served.cluster.ranks(0)
 
 
 @pytest.mark.requirement("DI-55", "DI-61", "DI-62", "DI-70", "DI-71")

@@ -131,7 +131,7 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(script.weights, weights_only=True)
 
 
-@pytest.mark.requirement("DL-40", "DL-41", "DL-42", "DL-44", "DL-45", "DL-46", "DL-54", "DL-55", "DL-60", "DL-62")
+@pytest.mark.requirement("DL-41", "DL-42", "DL-44", "DL-45", "DL-54")
 def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cluster, tmp_path: Path) -> None:
     """1 -> 3 -> 2 by kubectl; a Pod is deleted, a node is drained, the master is killed, all while it trains."""
     script = TrainedScript(tmp_path)
@@ -230,7 +230,7 @@ def test_a_job_that_is_suspended_gives_all_pods_back_and_goes_on_later(cluster: 
     cluster.ends("Succeeded")
 
 
-@pytest.mark.requirement("DL-51", "DL-53")
+@pytest.mark.requirement("DL-51")
 def test_a_scale_plan_of_a_user_becomes_a_part_of_its_job(cluster: Cluster, tmp_path: Path) -> None:
     cluster.job(waiting(tmp_path), replicas=1)
     workers(cluster, "worker-0")
