@@ -17,6 +17,8 @@ from dlrover_hooks.protocol import NodeResource
 _UNIT_CPU = 1.0
 """Jobs of replicas of different sizes are compared in units of so many cores."""
 _Amounts = tuple[int, ...]
+_STEP = 1.25
+"""Between two numbers of replicas of a job that are considered, above 4."""
 _HIGH_WEIGHT = 4.0
 """A job of high priority counts as so many others."""
 
@@ -159,19 +161,13 @@ class GoodputPolicy:
         if not jobs:
             return {}
         capacity = math.floor(sum(node.free.cpu for node in nodes.values()) / _UNIT_CPU)
-        demands = [self._demand(job, len(prev_allocations.get(job.key, ()))) for job in jobs.values()]
+        has = {key: len(prev_allocations.get(key, ())) for key in jobs}
+        offers = {key: _configurations(job, has[key]) for key, job in jobs.items()}
+        demands = [_demand(job, offers[key], has[key]) for key, job in jobs.items()]
         found = allocate(demands, {"": capacity}, fairness=self._fairness)
-        numbers = {(key, one.nodes): n for key, job in jobs.items() for n, one in _configurations(job).items()}
+        numbers = {(key, one.nodes): count for key, of_job in offers.items() for count, one in of_job.items()}
         wanted = {key: numbers[key, found.given[key].nodes] if key in found.given else 0 for key in jobs}
         return self._fit.place_all(jobs, wanted, nodes, prev_allocations)
-
-    def _demand(self, job: JobInfo, replicas: int) -> Demand:
-        configurations = _configurations(job)
-        current = configurations.get(replicas)
-        return Demand(
-            job.key, tuple(configurations.values()), current=("", current.nodes) if current else None,
-            weight=_HIGH_WEIGHT if job.priority is Priority.HIGH else 1.0,
-        )  # fmt: skip
 
 
 def _in_order(jobs: Mapping[str, JobInfo]) -> list[JobInfo]:
@@ -202,13 +198,27 @@ def speeds(profilings: Mapping[str, object]) -> dict[int, float]:
     return found
 
 
-def _configurations(job: JobInfo) -> dict[int, JobConfiguration]:
-    """By the number of replicas; `nodes` is their size in units. Numbers of one size are one: the largest counts."""
-    known, found, units = _known_speeds(job), dict[int, JobConfiguration](), 0.0
-    for count in range(1, max(job.replicas, job.least) + 1):
+def _demand(job: JobInfo, offers: Mapping[int, JobConfiguration], replicas: int) -> Demand:
+    current = offers.get(replicas)
+    return Demand(
+        job.key, tuple(offers.values()), current=("", current.nodes) if current else None,
+        weight=_HIGH_WEIGHT if job.priority is Priority.HIGH else 1.0,
+    )  # fmt: skip
+
+
+def _configurations(job: JobInfo, replicas: int) -> dict[int, JobConfiguration]:
+    """By the number of replicas; `nodes` is their size in units. `replicas`: that the job has.
+
+    Of large numbers only some: the program is solved in a fraction of the time, and a job gains little by one replica
+    more of many.
+    """
+    most = max(job.replicas, job.least)
+    known, found, units, following = _known_speeds(job), dict[int, JobConfiguration](), 0.0, job.least
+    for count in range(1, most + 1):
         units += max(job.size(count - 1).cpu, _UNIT_CPU) / _UNIT_CPU
-        if count >= job.least:
+        if count >= job.least and (count >= following or count in (replicas, most)):
             found[count] = JobConfiguration("", math.ceil(units), _speed(known, count))
+            following = max(count + 1, math.ceil(count * _STEP))
     return found
 
 
