@@ -89,6 +89,9 @@ class Cluster:
         self._ear = self._owned.enter_context(socket.socket(socket.AF_UNIX))
         self._ear.bind(str(runtime / "ear"))
         self._ear.listen(64)
+        self._silent = list[socket.socket]()
+        """Processes that have said nothing yet: one that is stopped just then does so when it goes on."""
+        self._owned.callback(lambda: [line.close() for line in self._silent])
         self._life, self._life_end = os.pipe()
         self._owned.callback(os.close, self._life)
         self._orders = self._trainers = self._zygote()
@@ -227,8 +230,12 @@ class Cluster:
     def hear(self, wanted: Callable[[dict[str, Any]], bool], within_s: float) -> Notice | None:
         """The next notice that is `wanted`; others are let go, and what they say of restores is kept."""
         until = time.monotonic() + within_s
-        while select.select([self._ear], [], [], max(until - time.monotonic(), 0.0))[0]:
-            notice = Notice(self._ear.accept()[0])
+        while ready := select.select([self._ear, *self._silent], [], [], max(until - time.monotonic(), 0.0))[0]:
+            if ready[0] is self._ear:
+                self._silent.append(self._ear.accept()[0])
+                continue
+            self._silent.remove(ready[0])
+            notice = Notice(ready[0])
             if wanted(notice.facts):
                 return notice
             if "restored" in notice.facts:
