@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Manifest = dict[str, Any]
 """An object of the API, as its JSON."""
+CONFLICT, NOT_FOUND = 409, 404
+"""HTTP status: the object is of another version, or exists already; there is none."""
 CONNECT_S, REQUEST_S = 5.0, 30.0
 """Timeouts of a request. A list of some thousand Pods takes a second."""
 CONNECTIONS = 32
@@ -69,6 +71,22 @@ class ApiServer:
         if wanted:
             body["preconditions"] = wanted
         return self._call("delete", path, body, {})
+
+    def ensure(self, collection: str, body: Mapping[str, Any]) -> None:
+        """Create an object, unless there is one of its name, which may be one that is just being deleted."""
+        try:
+            self.create(collection, body)
+        except KubernetesFailed as error:
+            if error.code != CONFLICT:
+                raise
+
+    def discard(self, path: str, uid: str) -> None:
+        """Delete the object of this `uid`, if it is still there."""
+        try:
+            self.delete(path, uid=uid)
+        except KubernetesFailed as error:
+            if error.code not in (NOT_FOUND, CONFLICT):
+                raise
 
     @contextlib.contextmanager
     def watch(self, path: str, version: str, within_s: int, **query: Any) -> Iterator[urllib3.BaseHTTPResponse]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.kubernetes import names
+from dlrover_hooks.kubernetes import names, node_pods
 from dlrover_hooks.kubernetes.api_server import Manifest
 from dlrover_hooks.kubernetes.elastic_job_spec import CleanPodPolicy
 from dlrover_hooks.kubernetes.node_pods import node_resource, quantities
@@ -33,11 +33,7 @@ def path(namespace: str, plural: str) -> str:
 
 def owner_reference(manifest: Manifest) -> Manifest:
     """What makes an `ElasticJob` the owner of an object, which is deleted with it."""
-    meta = manifest["metadata"]
-    return {
-        "apiVersion": API_VERSION, "kind": "ElasticJob", "name": meta["name"], "uid": meta["uid"], "controller": True,
-        "blockOwnerDeletion": True,
-    }  # fmt: skip
+    return node_pods.owner_reference(API_VERSION, "ElasticJob", manifest)
 
 
 # ---- what is in a plan ----------------------------------------------------------------------------------------------

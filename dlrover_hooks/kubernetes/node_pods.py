@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
 from dlrover_hooks.errors import KubernetesFailed, UsageError
 from dlrover_hooks.kubernetes import names
-from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
+from dlrover_hooks.kubernetes.api_server import CONFLICT as CONFLICT, NOT_FOUND as NOT_FOUND, ApiServer, Manifest
 from dlrover_hooks.protocol import Node, NodeResource
 
-CONFLICT, NOT_FOUND = 409, 404
-"""HTTP status: the object is of another version, or exists already; there is none."""
 _GPU = "nvidia.com/gpu"
 _NOTHING: Mapping[str, str | int] = {}
 
@@ -82,6 +80,22 @@ def quantities(resource: NodeResource) -> dict[str, str]:
     if resource.gpu_num:
         found[resource.gpu_type if "/" in resource.gpu_type else _GPU] = str(resource.gpu_num)
     return found
+
+
+def owner_reference(api_version: str, kind: str, owner: Manifest) -> Manifest:
+    """What makes `owner` the owner of an object, which is deleted with it."""
+    meta = owner["metadata"]
+    return {
+        "apiVersion": api_version, "kind": kind, "name": meta["name"], "uid": meta["uid"], "controller": True,
+        "blockOwnerDeletion": True,
+    }  # fmt: skip
+
+
+def add_variables(container: Manifest, variables: Iterable[Manifest]) -> None:
+    """Those that the container does not have."""
+    own = container.setdefault("env", [])
+    known = {one["name"] for one in own}
+    own.extend(one for one in variables if one["name"] not in known)
 
 
 def container_size(container: Manifest, other: Mapping[str, str | int] = _NOTHING) -> NodeResource:

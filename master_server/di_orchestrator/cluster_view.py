@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import calendar
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.kubernetes import node_pods
+from dlrover_hooks.kubernetes import node_pods, timestamps
 from dlrover_hooks.kubernetes.api_server import Manifest
 from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.master.di_orchestrator import replicas
@@ -27,7 +25,6 @@ Placed = tuple[JobInfo, NodeList]
 """A job, and where its replicas are."""
 _NOTHING: Mapping[str, str] = {}
 _TAINTS = ("NoSchedule", "NoExecute")
-_RFC3339 = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def job_info(job: Manifest, spec: DIJobSpec, status: DIJobStatus) -> JobInfo:
@@ -39,7 +36,7 @@ def job_info(job: Manifest, spec: DIJobSpec, status: DIJobStatus) -> JobInfo:
     return JobInfo(
         key=f"{meta['namespace']}/{meta['name']}", sizes=tuple(sizes), least=fixed + 1, replicas=status.replicas,
         preemptible=spec.preemptible, priority=spec.priority, profilings=status.profilings,
-        submitted_s=float(calendar.timegm(time.strptime(meta["creationTimestamp"], _RFC3339))),
+        submitted_s=timestamps.seconds_of(meta["creationTimestamp"]),
     )  # fmt: skip
 
 

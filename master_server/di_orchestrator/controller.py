@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,11 @@ import msgspec
 
 from dlrover_hooks.errors import KubernetesFailed, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.kubernetes import names, node_pods
+from dlrover_hooks.kubernetes import names, node_pods, timestamps
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
+from dlrover_hooks.kubernetes.owned_objects import OwnedObjects, OwnerKey, keep, key_of
 from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.kubernetes.reconcile_loop import ReconcileLoop
 from dlrover_hooks.master.di_orchestrator import cluster_view, di_job_resource, replicas
@@ -31,8 +31,6 @@ from dlrover_hooks.master.di_orchestrator.di_job_resource import (
 from dlrover_hooks.master.di_orchestrator.phases import ReplicaCounts, next_phase
 
 log = logging.getLogger("dlrover_hooks.operator")
-JobKey = tuple[str, str]
-"""Namespace and name."""
 WORKERS, REQUESTS = 4, 16
 """Jobs that are compared, and Pods that are created or deleted, at the same time."""
 RESYNC_S, LIST_S = 300.0, 60.0
@@ -40,7 +38,6 @@ PERIOD_S = 60.0
 """Of the scheduling of all jobs, as AdaptDL has it."""
 _OVER = (DIJobPhase.SUCCEEDED, DIJobPhase.FAILED)
 _AGAIN_S = 1.0
-_RFC3339 = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class DIJobController:
@@ -69,11 +66,11 @@ class DIJobController:
     ) -> None:
         self._api, self._allocator, self._server_url, self._period_s = api, allocator, server_url, period_s
         self._lock = threading.Lock()
-        self._jobs, self._nodes = dict[JobKey, Manifest](), dict[str, Manifest]()
-        self._pods, self._services = dict[JobKey, dict[str, Manifest]](), dict[JobKey, dict[str, Manifest]]()
+        self._jobs, self._nodes = dict[OwnerKey, Manifest](), dict[str, Manifest]()
+        self._pods, self._services = OwnedObjects("DIJob"), OwnedObjects("DIJob")
         self._others = dict[str, Manifest]()
         """Pods that are none of a preemptible job, by uid: what they request is taken."""
-        self._loop = ReconcileLoop[JobKey](self._reconcile, "DIJob", workers=WORKERS, resync_s=resync_s)
+        self._loop = ReconcileLoop[OwnerKey](self._reconcile, "DIJob", workers=WORKERS, resync_s=resync_s)
         self._requests = ThreadPoolExecutor(REQUESTS, thread_name_prefix="dlrover-hooks-di-pods")
         self._scheduling = BackgroundThread(
             "dlrover-hooks-scheduling", self._schedule_all, where="DIJobs", again_s=_AGAIN_S
@@ -113,58 +110,39 @@ class DIJobController:
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     def _job_changed(self, change: ObjectChange) -> None:
-        key = _key(change.manifest)
+        key = key_of(change.manifest)
         with self._lock:
-            if not change.deleted:
-                self._jobs[key] = change.manifest
-            elif self._jobs.get(key, change.manifest)["metadata"]["uid"] == change.uid:
-                self._jobs.pop(key, None)
+            keep(self._jobs, key, change)
         self._loop.add(key)
 
     def _node_changed(self, change: ObjectChange) -> None:
         name = change.manifest["metadata"]["name"]
         with self._lock:
-            if change.deleted:
-                self._nodes.pop(name, None)
-            else:
-                self._nodes[name] = change.manifest
+            keep(self._nodes, name, change)
 
     def _pod_changed(self, change: ObjectChange) -> None:
         labels = change.manifest["metadata"].get("labels", {})
         if labels.get(replicas.OPERATOR_LABEL) == names.OPERATOR:
-            self._keep(self._pods, change)
+            self._take(self._pods, change)
             return
         with self._lock:
-            if change.deleted:
-                self._others.pop(change.uid, None)
-            else:
-                self._others[change.uid] = change.manifest
+            keep(self._others, change.uid, change)
 
     def _service_changed(self, change: ObjectChange) -> None:
-        self._keep(self._services, change)
+        self._take(self._services, change)
 
-    def _keep(self, kept: dict[JobKey, dict[str, Manifest]], change: ObjectChange) -> None:
-        meta = change.manifest["metadata"]
-        owners = [one["name"] for one in meta.get("ownerReferences", ()) if one["kind"] == "DIJob"]
-        if not owners:
-            return
-        key, name = (meta["namespace"], owners[0]), meta["name"]
+    def _take(self, found: OwnedObjects, change: ObjectChange) -> None:
         with self._lock:
-            mine = kept.setdefault(key, {})
-            if not change.deleted:
-                mine[name] = change.manifest
-            elif mine.get(name, change.manifest)["metadata"]["uid"] == change.uid:
-                mine.pop(name, None)
-            if not mine:
-                del kept[key]
-        self._loop.add(key)
+            key = found.take(change)
+        if key is not None:
+            self._loop.add(key)
 
     # ---- one job ----------------------------------------------------------------------------------------------------
 
-    def _reconcile(self, key: JobKey) -> bool:
+    def _reconcile(self, key: OwnerKey) -> bool:
         with self._lock:
             job = self._jobs.get(key)
-            pods, services = (list(one.get(key, {}).values()) for one in (self._pods, self._services))
+            pods, services = self._pods.of(key), self._services.of(key)
         if job is None or "deletionTimestamp" in job["metadata"]:  # what is left is deleted with it
             return job is not None
         owner = replicas.owner(job)
@@ -186,7 +164,7 @@ class DIJobController:
         if spec.preemptible and not status.allocation and self._allocate(job, spec, status, pods):
             return True
         if not services:
-            self._create(f"/api/v1/namespaces/{key[0]}/services", replicas.job_service(job))
+            self._api.ensure(f"/api/v1/namespaces/{key[0]}/services", replicas.job_service(job))
         counts = replicas.counted(key[1], spec, status, pods)
         after = next_phase(spec, status, counts)
         if after == status:
@@ -199,11 +177,11 @@ class DIJobController:
 
     def _change_pods(self, job: Manifest, spec: DIJobSpec, status: DIJobStatus, pods: list[Manifest]) -> None:
         """Raises KubernetesFailed: the first of those that Pods met."""
-        namespace, name = _key(job)
+        namespace, name = key_of(job)
         create, delete = replicas.pod_changes(name, spec, status, pods)
         path = node_pods.pods_path(namespace)
         new = [replicas.replica_pod(job, spec, status, one, self._server_url) for one in create]
-        asked = [self._requests.submit(self._create, path, pod) for pod in new]
+        asked = [self._requests.submit(self._api.ensure, path, pod) for pod in new]
         asked += [self._requests.submit(self._delete, pod) for pod in delete]
         errors = [error for one in asked if (error := one.exception()) is not None]
         if errors:
@@ -241,13 +219,13 @@ class DIJobController:
     def _reallocate(self, name: str, before: tuple[str, ...], allocation: tuple[str, ...]) -> None:
         namespace, _, job_name = name.partition("/")
         with self._lock:
-            job, pods = self._jobs.get((namespace, job_name)), self._pods.get((namespace, job_name), {})
+            job, pods = self._jobs.get((namespace, job_name)), self._pods.of((namespace, job_name))
         if job is None or di_job_status(job).allocation != before:
             return  # it has changed meanwhile: the next period sees it
         log.info("DIJob %s: replicas on %s, before on %s", name, ", ".join(allocation) or "none", ", ".join(before))
         status = msgspec.structs.replace(di_job_status(job), allocation=allocation)
         try:
-            self._write(job, status, "Rescheduled", "", list(pods.values()))
+            self._write(job, status, "Rescheduled", "", pods)
         except KubernetesFailed as error:
             log.warning("DIJob %s: %s It is scheduled again in the next period.", name, error)
 
@@ -255,29 +233,18 @@ class DIJobController:
         """The preemptible jobs that are not over, and what the nodes have for them."""
         with self._lock:
             jobs, nodes, others = list(self._jobs.values()), list(self._nodes.values()), list(self._others.values())
-            fixed = [pod for mine in self._pods.values() for pod in mine.values()]
+            fixed = self._pods.every()
         return cluster_view.placed_jobs(jobs), cluster_view.free_nodes(nodes, [*others, *fixed], jobs)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def _create(self, collection: str, manifest: Manifest) -> None:
-        try:
-            self._api.create(collection, manifest)
-        except KubernetesFailed as error:
-            if error.code != node_pods.CONFLICT:  # the watch has not told it yet, or an earlier one is being deleted
-                raise
-
     def _delete(self, pod: Manifest) -> None:
         meta = pod["metadata"]
-        try:
-            self._api.delete(f"{node_pods.pods_path(meta['namespace'])}/{meta['name']}", uid=meta["uid"])
-        except KubernetesFailed as error:
-            if error.code not in (node_pods.NOT_FOUND, node_pods.CONFLICT):
-                raise
+        self._api.discard(f"{node_pods.pods_path(meta['namespace'])}/{meta['name']}", meta["uid"])
 
     def _write(self, job: Manifest, status: DIJobStatus, reason: str, message: str, pods: Any) -> None:
         """Only if the job has not changed meanwhile. Raises KubernetesFailed."""
-        old, now = job.get("status") or {}, datetime.datetime.now(datetime.timezone.utc).strftime(_RFC3339)
+        old, now = job.get("status") or {}, timestamps.utc_now()
         new = old | msgspec.to_builtins(status) | {
             "taskStatus": cluster_view.task_status(pods, old.get("taskStatus") or ()),
             "conditions": cluster_view.conditions(old.get("conditions") or [], status.phase, reason, message, now),
@@ -294,11 +261,6 @@ class DIJobController:
         except KubernetesFailed as error:
             if error.code not in (node_pods.NOT_FOUND, node_pods.CONFLICT):  # the change is told, and is looked at next
                 raise
-
-
-def _key(manifest: Manifest) -> JobKey:
-    meta = manifest["metadata"]
-    return meta["namespace"], meta["name"]
 
 
 def _why(before: DIJobStatus, after: DIJobStatus, counts: ReplicaCounts) -> tuple[str, str]:

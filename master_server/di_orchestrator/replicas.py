@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.kubernetes import names
+from dlrover_hooks.kubernetes import names, node_pods
 from dlrover_hooks.kubernetes.api_server import Manifest
 from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.master.di_orchestrator.di_job_resource import API_VERSION, DIJobSpec, DIJobStatus, TaskType
@@ -134,9 +134,7 @@ def replica_pod(
         "DI_NODES": ",".join(addresses), f"DI_{task.title.upper().replace('-', '_')}_NODES": ",".join(own),
     }  # fmt: skip
     for container in body.get("containers", ()):
-        mine = container.setdefault("env", [])
-        known = {one["name"] for one in mine}
-        mine.extend({"name": key, "value": value} for key, value in variables.items() if key not in known)
+        node_pods.add_variables(container, [{"name": key, "value": value} for key, value in variables.items()])
         container.setdefault("resources", {"requests": DEFAULT_RESOURCES})
     return {"apiVersion": "v1", "kind": "Pod"} | pod
 
@@ -164,11 +162,7 @@ def job_labels(job: str) -> dict[str, str]:
 
 def owner(manifest: Manifest) -> Manifest:
     """The `ownerReference` to a job."""
-    meta = manifest["metadata"]
-    return {
-        "apiVersion": API_VERSION, "kind": "DIJob", "name": meta["name"], "uid": meta["uid"], "controller": True,
-        "blockOwnerDeletion": True,
-    }  # fmt: skip
+    return node_pods.owner_reference(API_VERSION, "DIJob", manifest)
 
 
 def job_id(manifest: Manifest) -> str:

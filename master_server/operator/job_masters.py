@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import math
 import secrets
 import threading
+import time
 
 import msgspec
 
 from dlrover_hooks.errors import KubernetesFailed
-from dlrover_hooks.kubernetes import custom_resources, names, node_pods
+from dlrover_hooks.kubernetes import custom_resources, names, node_pods, timestamps
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.elastic_job_spec import CleanPodPolicy, ElasticJobSpec
 from dlrover_hooks.kubernetes.pod_status import pod_end, runs
@@ -25,7 +25,6 @@ _HEALTHY_S = 300.0
 """A master that ran for so long is started again at once when it is lost."""
 _REFUSED, _REFUSED_S = {400, 403, 422}, 30.0
 """HTTP status of an answer that says what is wrong with an object; so long after it the object is tried again."""
-_RFC3339 = "%Y-%m-%dT%H:%M:%SZ"
 _TOLD = {
     JobPhase.PENDING: "its master or its workers are being started",
     JobPhase.RUNNING: "workers run",
@@ -80,12 +79,12 @@ class JobMasters:
         meta, master = found.job["metadata"], found.master
         if service is None:
             services = f"/api/v1/namespaces/{meta['namespace']}/services"
-            self._create(services, job_objects.master_service(found.job, self._options))
+            self._api.ensure(services, job_objects.master_service(found.job, self._options))
         if master is None:
             token = job_objects.master_secret(found.job, secrets.token_hex(16))
-            self._create(f"/api/v1/namespaces/{meta['namespace']}/secrets", token)
+            self._api.ensure(f"/api/v1/namespaces/{meta['namespace']}/secrets", token)
             pod = job_objects.master_pod(found.job, spec, self._options)
-            self._create(node_pods.pods_path(meta["namespace"]), pod)
+            self._api.ensure(node_pods.pods_path(meta["namespace"]), pod)
             return math.inf
         if "deletionTimestamp" in master["metadata"]:  # its end is seen, and then there is none
             return math.inf
@@ -134,38 +133,23 @@ class JobMasters:
                     self._delete_pod(pod)
         if spec.ttl_seconds_after_finished is None:
             return math.inf
-        ended = datetime.datetime.strptime(job["status"]["completionTime"], _RFC3339)
-        left_s = spec.ttl_seconds_after_finished - (_utc() - ended).total_seconds()
+        ended_at = timestamps.seconds_of(job["status"]["completionTime"])
+        left_s = spec.ttl_seconds_after_finished - (time.time() - ended_at)
         if left_s > 0:
             return now + left_s
         meta = job["metadata"]
         jobs = custom_resources.path(meta["namespace"], custom_resources.ELASTIC_JOBS)
-        self._delete(f"{jobs}/{meta['name']}", meta["uid"])
+        self._api.discard(f"{jobs}/{meta['name']}", meta["uid"])
         return math.inf
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def _create(self, collection: str, manifest: Manifest) -> None:
-        """It may exist: the watch has not told it yet, or an earlier one is being deleted, which is told, too."""
-        try:
-            self._api.create(collection, manifest)
-        except KubernetesFailed as error:
-            if error.code != node_pods.CONFLICT:
-                raise
-
     def _delete_pod(self, pod: Manifest) -> None:
         meta = pod["metadata"]
-        self._delete(f"{node_pods.pods_path(meta['namespace'])}/{meta['name']}", meta["uid"])
-
-    def _delete(self, path: str, uid: str) -> None:
-        try:
-            self._api.delete(path, uid=uid)
-        except KubernetesFailed as error:
-            if error.code not in (node_pods.NOT_FOUND, node_pods.CONFLICT):
-                raise
+        self._api.discard(f"{node_pods.pods_path(meta['namespace'])}/{meta['name']}", meta["uid"])
 
     def _report(self, found: JobSituation) -> None:
-        job, now = found.job, _utc().strftime(_RFC3339)
+        job, now = found.job, timestamps.utc_now()
         status, old = next_status(found, now), job.get("status") or {}
         if status == old:
             return
@@ -184,7 +168,7 @@ class JobMasters:
 
     def _event(self, job: Manifest, reason: str, message: str, *, warning: bool = False) -> None:
         """For `kubectl describe`. One that cannot be written is left out."""
-        meta, now = job["metadata"], _utc().strftime(_RFC3339)
+        meta, now = job["metadata"], timestamps.utc_now()
         event = {
             "apiVersion": "v1", "kind": "Event", "reason": reason, "message": message,
             "metadata": {"name": names.object_name(meta["name"], secrets.token_hex(6)), "namespace": meta["namespace"]},
@@ -199,8 +183,3 @@ class JobMasters:
             self._api.create(f"/api/v1/namespaces/{meta['namespace']}/events", event)
         except KubernetesFailed as error:
             log.warning("job %s/%s: %s: %s (no Event: %s)", meta["namespace"], meta["name"], reason, message, error)
-
-
-def _utc() -> datetime.datetime:
-    """Now, without a time zone."""
-    return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)

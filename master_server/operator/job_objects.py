@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import msgspec
 
-from dlrover_hooks.kubernetes import custom_resources, names
+from dlrover_hooks.kubernetes import custom_resources, names, node_pods
 from dlrover_hooks.kubernetes.api_server import Manifest
 from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec
 
@@ -75,7 +74,7 @@ def master_pod(job: Manifest, spec: ElasticJobSpec, options: MasterOptions) -> M
         container["args"] = ["--job", meta["name"], "--namespace", meta["namespace"], "--port", str(options.port)]
     container.setdefault("resources", {"requests": _REQUESTS})
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"  # why a job failed: shown in its status
-    _add_variables(container, [_token(job)])
+    node_pods.add_variables(container, [_token(job)])
     body.setdefault("serviceAccountName", options.account)
     body["restartPolicy"] = "Never"
     return {"apiVersion": "v1", "kind": "Pod"} | pod
@@ -98,7 +97,9 @@ def node_template(job: Manifest, spec: ElasticJobSpec, kind: str, node: str, url
         "DLROVER_HOOKS_RUN_NNODES": f"{limits.min_workers}:{limits.max_workers}",
     }  # fmt: skip
     for container in template.get("spec", {}).get("containers", ())[:1]:
-        _add_variables(container, [{"name": key, "value": value} for key, value in values.items()] + [_token(job)])
+        node_pods.add_variables(
+            container, [{"name": key, "value": value} for key, value in values.items()] + [_token(job)]
+        )
     return template
 
 
@@ -121,13 +122,6 @@ def _labels(job: str) -> dict[str, str]:
 def _token(job: Manifest) -> Manifest:
     source = {"secretKeyRef": {"name": secret_name(job), "key": _TOKEN_KEY}}
     return {"name": "DLROVER_HOOKS_TOKEN", "valueFrom": source}
-
-
-def _add_variables(container: Manifest, variables: list[dict[str, Any]]) -> None:
-    """Those that the container does not have."""
-    own = container.setdefault("env", [])
-    known = {one["name"] for one in own}
-    own.extend(one for one in variables if one["name"] not in known)
 
 
 def _worker_image(spec: ElasticJobSpec) -> str:

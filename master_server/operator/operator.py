@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import math
 import threading
@@ -13,12 +12,13 @@ import msgspec
 
 from dlrover_hooks.errors import KubernetesFailed, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.kubernetes import custom_resources, names, node_pods
+from dlrover_hooks.kubernetes import custom_resources, names, node_pods, timestamps
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.custom_resources import PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
 from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
+from dlrover_hooks.kubernetes.owned_objects import OwnedObjects, OwnerKey, keep, key_of
 from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.kubernetes.reconcile_loop import ReconcileLoop
 from dlrover_hooks.master.operator import job_objects, manual_scaling
@@ -28,8 +28,6 @@ from dlrover_hooks.master.operator.job_status import JobSituation
 from dlrover_hooks.master.operator.scale_plan_actions import CreatePod, DeletePod, next_status, pod_actions, unreported
 
 log = logging.getLogger("dlrover_hooks.operator")
-JobKey = tuple[str, str]
-"""Namespace and name of an `ElasticJob`."""
 WORKERS, REQUESTS = 4, 16
 """Jobs that are compared, and Pods that are created or deleted, at the same time."""
 RESYNC_S = 300.0
@@ -74,12 +72,11 @@ class Operator:
     ) -> None:
         self._api, self._masters = api, JobMasters(api, masters or MasterOptions())
         self._changed = threading.Condition()
-        self._loop = ReconcileLoop[JobKey](self._reconcile, "job", workers=WORKERS, resync_s=resync_s)
-        self._jobs, self._plans = dict[JobKey, Manifest](), dict[JobKey, dict[str, Manifest]]()
-        self._manual = dict[JobKey, dict[str, Manifest]]()
-        """Plans of users; by the name of their job, then by their own."""
-        self._pods, self._services = dict[JobKey, dict[str, Manifest]](), dict[JobKey, dict[str, Manifest]]()
-        """By the name of their job, then by name."""
+        self._loop = ReconcileLoop[OwnerKey](self._reconcile, "job", workers=WORKERS, resync_s=resync_s)
+        self._jobs = dict[OwnerKey, Manifest]()
+        self._plans, self._pods, self._services = (OwnedObjects("ElasticJob") for _ in range(3))
+        self._manual = OwnedObjects("ElasticJob")
+        """Plans of users."""
         custom = f"/apis/{custom_resources.API_VERSION}"
         at = "" if namespace is None else f"/namespaces/{namespace}"
         self._watches = [
@@ -88,9 +85,9 @@ class Operator:
             ListWatch(api, f"/api/v1{at}/pods", self._pod_changed, label_selector=_OURS),
             ListWatch(api, f"/api/v1{at}/services", self._service_changed, label_selector=_MASTERS),
         ]  # fmt: skip
-        self._requests, self._busy = deque[_Request](), dict[JobKey, set[str]]()
+        self._requests, self._busy = deque[_Request](), dict[OwnerKey, set[str]]()
         """Not begun yet; names of Pods for which there is one, or one is under way."""
-        self._tried = dict[JobKey, list[TriedPod]]()
+        self._tried = dict[OwnerKey, list[TriedPod]]()
         """Not seen in a status yet."""
         self._over = False
         self._threads = [
@@ -126,13 +123,9 @@ class Operator:
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     def _job_changed(self, change: ObjectChange) -> None:
-        meta = change.manifest["metadata"]
-        key = meta["namespace"], meta["name"]
+        key = key_of(change.manifest)
         with self._changed:
-            if not change.deleted:
-                self._jobs[key] = change.manifest
-            elif self._jobs.get(key, change.manifest)["metadata"]["uid"] == change.uid:
-                self._jobs.pop(key, None)
+            keep(self._jobs, key, change)
         self._loop.add(key)
         if change.deleted:
             self._masters.forget(change.uid)
@@ -140,43 +133,31 @@ class Operator:
     def _plan_changed(self, change: ObjectChange) -> None:
         spec = change.manifest["spec"]
         if spec.get("manualScaling"):
-            self._keep(self._manual, change, spec["ownerJob"])
+            self._take(self._manual, change, spec["ownerJob"])
         else:
-            self._keep(self._plans, change)
+            self._take(self._plans, change)
 
     def _pod_changed(self, change: ObjectChange) -> None:
-        self._keep(self._pods, change)
+        self._take(self._pods, change)
 
     def _service_changed(self, change: ObjectChange) -> None:
-        self._keep(self._services, change)
+        self._take(self._services, change)
 
-    def _keep(self, kept: dict[JobKey, dict[str, Manifest]], change: ObjectChange, job: str | None = None) -> None:
+    def _take(self, found: OwnedObjects, change: ObjectChange, job: str | None = None) -> None:
         """`job`: its name; None: that of the owner."""
-        meta = change.manifest["metadata"]
-        owners = [one["name"] for one in meta.get("ownerReferences", ()) if one["kind"] == "ElasticJob"]
-        if job is None and not owners:
-            return
-        key, name = (meta["namespace"], job or owners[0]), meta["name"]
         with self._changed:
-            mine = kept.setdefault(key, {})
-            if not change.deleted:
-                mine[name] = change.manifest
-            elif mine.get(name, change.manifest)["metadata"]["uid"] == change.uid:
-                mine.pop(name, None)
-            if not mine:
-                del kept[key]
-        self._loop.add(key)
+            key = found.take(change, job)
+        if key is not None:
+            self._loop.add(key)
 
     # ---- work -------------------------------------------------------------------------------------------------------
 
-    def _reconcile(self, key: JobKey) -> bool:
+    def _reconcile(self, key: OwnerKey) -> bool:
         """Of `ReconcileLoop`."""
         with self._changed:
             job = self._jobs.get(key)
-            manual = list(self._manual.get(key, {}).values())
-            plans, pods, services = (
-                list(one.get(key, {}).values()) for one in (self._plans, self._pods, self._services)
-            )
+            manual = self._manual.of(key)
+            plans, pods, services = (one.of(key) for one in (self._plans, self._pods, self._services))
         if job is None or "deletionTimestamp" in job["metadata"]:  # what is left is deleted with it
             with self._changed:
                 self._tried.pop(key, None)
@@ -200,7 +181,7 @@ class Operator:
         generation = meta["generation"]
         if found.spec is None or not manual_scaling.is_new(custom_resources.plan_status(plan), generation):
             return
-        problem, now = "", datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        problem, now = "", timestamps.utc_now()
         jobs, plans = (
             custom_resources.path(meta["namespace"], kind)
             for kind in (custom_resources.ELASTIC_JOBS, custom_resources.SCALE_PLANS)
@@ -214,7 +195,7 @@ class Operator:
         status = msgspec.to_builtins(manual_scaling.status_after(generation, now, problem))
         self._patch_plan_status(f"{plans}/{meta['name']}", {"message": None} | status)
 
-    def _carry_out(self, key: JobKey, found: JobSituation, plans: list[Manifest], services: list[Manifest]) -> None:
+    def _carry_out(self, key: OwnerKey, found: JobSituation, plans: list[Manifest], services: list[Manifest]) -> None:
         """Raises KubernetesFailed if the API server is away, or refuses what this account needs."""
         kept = [plan for plan in plans if names.LIFE_ANNOTATION in plan["metadata"].get("annotations", {})]
         spec, name = found.spec, key[1]
@@ -240,7 +221,7 @@ class Operator:
             self._report(plan, plan_spec, status, tried, over=over)
 
     def _follow(
-        self, key: JobKey, found: JobSituation, spec: ScalePlanSpec, status: ScalePlanStatus, url: str | None
+        self, key: OwnerKey, found: JobSituation, spec: ScalePlanSpec, status: ScalePlanStatus, url: str | None
     ) -> bool:
         """Have the Pods of nodes created and deleted. True: they are as planned."""
         create, delete = pod_actions(spec, status, found.nodes)
@@ -257,12 +238,8 @@ class Operator:
 
     def _delete_plan(self, plan: Manifest) -> None:
         meta = plan["metadata"]
-        path = f"{custom_resources.path(meta['namespace'], custom_resources.SCALE_PLANS)}/{meta['name']}"
-        try:
-            self._api.delete(path, uid=meta["uid"])
-        except KubernetesFailed as error:
-            if error.code not in (node_pods.NOT_FOUND, node_pods.CONFLICT):
-                raise
+        plans = custom_resources.path(meta["namespace"], custom_resources.SCALE_PLANS)
+        self._api.discard(f"{plans}/{meta['name']}", meta["uid"])
 
     # ---- Pods -------------------------------------------------------------------------------------------------------
 
@@ -342,7 +319,7 @@ class Operator:
         self, plan: Manifest, spec: ScalePlanSpec, status: ScalePlanStatus, tried: list[TriedPod], *, over: bool
     ) -> None:
         meta = plan["metadata"]
-        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = timestamps.utc_now()
         found = next_status(spec, status, meta["generation"], tried, now, over=over)
         if found == status:
             return
