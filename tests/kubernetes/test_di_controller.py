@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import yaml
 
 from dlrover_hooks.kubernetes import node_pods
 from dlrover_hooks.master.di_orchestrator import di_job_resource
-from dlrover_hooks.master.di_orchestrator.allocator import Allocator, JobInfo, NodeInfo, NodeList, Policy
+from dlrover_hooks.master.di_orchestrator.allocator import Allocator, NodeList, Policy
 from dlrover_hooks.master.di_orchestrator.controller import DIJobController
 from dlrover_hooks.master.di_orchestrator.di_job_resource import DIJobPhase, di_job_status
 from dlrover_hooks.master.di_orchestrator.policies import FitPolicy, Placement
+from tests.di_policies import ScriptedPolicy, broken
 from tests.kubernetes import operators
 from tests.kubernetes.control_plane import control_plane
 from tests.waiting import until
@@ -219,30 +220,11 @@ def test_other_jobs_are_not_rescheduled(cluster: Cluster, tmp_path: Path) -> Non
     assert cluster.status.reschedules == 0
 
 
-class Wrong:
-    """A policy of a user."""
-
-    def __init__(self, answer: Callable[[], NodeList]) -> None:
-        self._answer = answer
-
-    def allocate(self, job: JobInfo, nodes: Mapping[str, NodeInfo]) -> NodeList:
-        return self._answer()
-
-    def optimize(
-        self, jobs: Mapping[str, JobInfo], nodes: Mapping[str, NodeInfo], prev_allocations: Mapping[str, NodeList]
-    ) -> dict[str, NodeList]:
-        return {key: self._answer() for key in jobs}
-
-
-def broken() -> NodeList:
-    raise ZeroDivisionError("a bug")
-
-
 @pytest.mark.parametrize("answer", [broken, lambda: ("n9",)])
 def test_with_a_policy_that_fails_a_job_waits_and_says_so(
     cluster: Cluster, answer: Callable[[], NodeList], tmp_path: Path
 ) -> None:
-    first = cluster.controller(Wrong(answer), period_s=0.2)
+    first = cluster.controller(ScriptedPolicy(answer), period_s=0.2)
     cluster.create(until_file(tmp_path), preemptible=True)
     until(lambda: cluster.condition("Pending")["reason"] == "NoNodes", "the reason", LONG_S)
     assert cluster.pods() == {}
@@ -259,7 +241,8 @@ def test_a_job_larger_than_the_cluster_waits(cluster: Cluster, tmp_path: Path) -
     job["spec"]["tasks"][0]["template"]["spec"]["containers"][0]["resources"] = resources
     cluster.api.patch(f"{cluster.path}/mine", {"spec": {"tasks": job["spec"]["tasks"]}})
     cluster.set_replicas(9)
-    until(lambda: len(cluster.status.allocation) == 2, "what fits", LONG_S, diagnostic=cluster.said)
+    until(lambda: sorted(cluster.status.allocation) == ["n1", "n2"], "what fits", LONG_S, diagnostic=cluster.said)
+    assert cluster.status.replicas == 9, "what its user wants stays"
 
 
 @pytest.mark.requirement("DI-77")
@@ -309,3 +292,4 @@ def test_the_job_of_the_page_runs(cluster: Cluster) -> None:
     cluster.controller()
     cluster.api.create(cluster.path, job)
     cluster.ends(DIJobPhase.SUCCEEDED)
+    assert cluster.status.restarts == 0

@@ -293,6 +293,7 @@ def test_a_job_of_a_name_that_was_just_deleted_runs(cluster: Cluster, tmp_path: 
     cluster.job(waiting(tmp_path), replicas=1)
     (tmp_path / "done").touch()
     cluster.ends("Succeeded")
+    assert len(cluster.get("secrets", "-l", "elasticjob-name=mine")["items"]) >= 1, "a token of its own"
 
 
 def test_after_its_end_a_job_is_cleaned_up_and_deleted_as_it_says(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
@@ -14,6 +14,7 @@ from dlrover_hooks.master.di_orchestrator.allocator import Allocator, JobInfo, N
 from dlrover_hooks.master.di_orchestrator.di_job_resource import Priority
 from dlrover_hooks.master.di_orchestrator.policies import FitPolicy, GoodputPolicy, Placement
 from dlrover_hooks.protocol import NodeResource
+from tests.di_policies import ScriptedPolicy, broken
 
 SIZE = NodeResource(1.0, 1024)
 
@@ -105,25 +106,6 @@ def test_no_node_gets_more_than_it_has(
     assert {key: len(one) for key, one in again.items() if one} == {key: len(one) for key, one in placed.items() if one}
 
 
-class Scripted:
-    """A policy of a user, which answers so."""
-
-    def __init__(self, answer: Callable[[], NodeList]) -> None:
-        self._answer = answer
-
-    def allocate(self, job: JobInfo, nodes: Mapping[str, NodeInfo]) -> NodeList:
-        return self._answer()
-
-    def optimize(
-        self, jobs: Mapping[str, JobInfo], nodes: Mapping[str, NodeInfo], prev_allocations: Mapping[str, NodeList]
-    ) -> dict[str, NodeList]:
-        return {key: self._answer() for key in jobs}
-
-
-def broken() -> NodeList:
-    raise ZeroDivisionError("a bug")
-
-
 @pytest.mark.requirement("DI-41", "DI-42", "DI-43", "DI-44")
 @pytest.mark.parametrize(
     ("answer", "said"),
@@ -135,7 +117,7 @@ def broken() -> NodeList:
 def test_a_policy_that_fails_changes_nothing(
     answer: Callable[[], NodeList], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    allocator, mine = Allocator(Scripted(answer)), job("a", 2, least=2)
+    allocator, mine = Allocator(ScriptedPolicy(answer)), job("a", 2, least=2)
     before: dict[str, NodeList] = {mine.key: ("n0", "n1")}
     assert allocator.allocate_all(jobs(mine), nodes(2, 2), before) == before
     assert allocator.allocate(mine, nodes(2, 2), {}) == ()
@@ -144,7 +126,7 @@ def test_a_policy_that_fails_changes_nothing(
 
 
 def test_two_jobs_on_one_place_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    found = Allocator(Scripted(lambda: ("n0",))).allocate_all(jobs(job("a"), job("b")), nodes(1), {})
+    found = Allocator(ScriptedPolicy(lambda: ("n0",))).allocate_all(jobs(job("a"), job("b")), nodes(1), {})
     assert found == {"here/a": (), "here/b": ()}
     assert "node n0 has no room" in caplog.text
 
