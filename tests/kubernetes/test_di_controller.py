@@ -182,6 +182,17 @@ def test_a_user_changes_the_number_of_replicas(cluster: Cluster, tmp_path: Path)
     assert cluster.status.replicas == 1
 
 
+def test_a_status_that_was_decided_from_an_older_job_is_not_written(cluster: Cluster, tmp_path: Path) -> None:
+    controller = cluster.controller()
+    cluster.create(until_file(tmp_path), 2)
+    cluster.ranks(0, 1)
+    before = cluster.api.get(f"{cluster.path}/mine")
+    cluster.set_replicas(3)
+    controller._write(before, di_job_status(before), "Late", "", [])
+    assert cluster.status.replicas == 3
+    cluster.ranks(0, 1, 2)
+
+
 @pytest.mark.requirement("DI-65", "DI-66", "DI-69")
 def test_replicas_of_a_preemptible_job_run_where_they_are_allocated(cluster: Cluster, tmp_path: Path) -> None:
     cluster.controller(FitPolicy(Placement.SPREAD))
