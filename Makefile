@@ -70,7 +70,7 @@ requirements: $(READY)  ## run all tests, then list the requirements that they p
 kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (4 to 14 minutes)
 	$(BIN)/python -m tests.kubernetes.build
 
-test-kubernetes: kubernetes  ## run the tests on a real control plane
+test-kubernetes: kubernetes $(KERAS_READY)  ## run the tests on a real control plane
 	$(PYTEST) -m kubernetes tests
 
 simulate-masters: $(READY)  ## several masters on a journal in etcd in virtual time, with faults (SEEDS=FIRST:LAST)

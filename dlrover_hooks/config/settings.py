@@ -415,6 +415,9 @@ def task(environ: Mapping[str, str] | None = None) -> TaskPlace | None:
     env = os.environ if environ is None else environ
     if own := env.get(PREFIX + "TASK"):
         kind, index, number, address = own.split(":", 3)
+        host, _, port = address.rpartition(":")
+        if ":" in host and not host.startswith("["):  # an IPv6 address, as Kubernetes gives that of a Pod
+            address = f"[{host}]:{port}"
         return TaskPlace(type=NodeType(kind), index=int(index), id=int(number), address=address)
     if not (text := env.get("TF_CONFIG")):
         return None

@@ -59,7 +59,7 @@ class PodMeta(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     def of(cls, node: Node, launch: str, attempt: int = 0, grace_seconds: int | None = None) -> PodMeta:
         """The Pod of a node."""
         return cls(
-            node.name, node.type.value, node.id, dict(quantities(node.config_resource)), node.id,
+            node.name, node.type.value, node.id, dict(quantities(node.config_resource)), node.index or 0,
             priority=node.config_resource.priority, launch=launch, attempt=attempt, grace_seconds=grace_seconds,
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ class PodMeta(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
             resource = node_resource(self.resource, self.priority)
         except ValueError as error:
             raise ValueError(f"Pod {self.name}: {error}") from None
-        return Node(NodeType(self.type), self.id, resource, self.name)
+        return Node(NodeType(self.type), self.id, resource, self.name, index=self.rank_index)
 
 
 class ReplicaResourceSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):

@@ -15,6 +15,9 @@ MOST_WORKERS = 60
 """Of a job without `maxReplicas`, as DLRover's optimizer has it."""
 RELAUNCHES = 10
 """Nodes that ended by a failure are replaced so often within an hour, without `restartCount`."""
+MOST_PS = 15
+"""Parameter servers of a job without `maxReplicas`, as DLRover's optimizer has it."""
+_CHIEF, _PS, _WORKER = (kind.value for kind in (NodeType.CHIEF, NodeType.PS, NodeType.WORKER))
 _LEAST_CPU, _LEAST_MIB = 1.0, 1024
 """Of a node whose size is not known, for the limits of its job."""
 
@@ -62,14 +65,49 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def workers(self) -> ReplicaSpec:
         """Of the workers."""
-        return self.replica_specs.get(NodeType.WORKER.value, ReplicaSpec())
+        return self.replica_specs.get(_WORKER, ReplicaSpec())
+
+    @property
+    def has_ps(self) -> bool:
+        """It is a parameter server job: its nodes are the tasks of a TensorFlow cluster."""
+        return _PS in self.replica_specs
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The types of node that have a number: parameter servers, if it has any, and workers."""
+        return (_PS, _WORKER) if self.has_ps else (_WORKER,)
+
+    def template(self, kind: str) -> Manifest | None:
+        """The Pod of a type of node. None: the job has no such nodes.
+
+        In a parameter server job a type without one has that of the chief, or else that of the workers.
+        """
+        others = (_CHIEF, _WORKER) if self.has_ps and kind in (_CHIEF, _PS, _WORKER) else ()
+        found = (self.replica_specs.get(name, ReplicaSpec()).template for name in (kind, *others))
+        return next((one for one in found if one is not None), None)
+
+    def runs_script(self, kind: str) -> bool:
+        """Nodes of this type run the command of their template. Others are servers of a TensorFlow cluster, unless
+        their own template has a command, beside that of a chief.
+        """
+        if not self.has_ps or kind == _CHIEF:
+            return True
+        own = self.replica_specs.get(kind, ReplicaSpec()).template
+        return _CHIEF in self.replica_specs and own is not None and bool(_container(own).get("command"))
 
     @property
     def mode(self) -> ScalingMode:
-        """Without `optimizeMode` a job has the number of workers that it says, or is planned if it says none."""
+        """Without `optimizeMode` a job has the numbers of nodes that it says, or is planned if it says none."""
         if self.optimize_mode:
             return ScalingMode(self.optimize_mode)
-        return ScalingMode.SINGLE_JOB if self.workers.replicas is None else ScalingMode.MANUAL
+        given = all(self.replica_specs.get(kind, ReplicaSpec()).replicas is not None for kind in self.kinds)
+        return ScalingMode.MANUAL if given else ScalingMode.SINGLE_JOB
+
+    @property
+    def relaunches(self) -> int:
+        """So many nodes that have failed are replaced within the window of the master."""
+        given = [self.replica_specs.get(kind, ReplicaSpec()).restart_count for kind in (_WORKER, *self.kinds)]
+        return next((one for one in given if one is not None), RELAUNCHES)
 
     @property
     def sizes(self) -> dict[str, NodeResource]:
@@ -77,53 +115,77 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
         mode is manual.
         """
         found = dict[str, NodeResource]()
-        for kind in NodeType:
-            size = _size(self.replica_specs.get(kind.value))
+        for kind in (one.value for one in NodeType):
+            size = self._size(kind)
             if size != NodeResource() or self.mode is ScalingMode.MANUAL:
-                found[kind.value] = size
+                found[kind] = size
         return found
 
     @property
     def limits(self) -> ResourceLimits:
-        """Of the whole job. Without `resourceLimits`: enough for `maxReplicas` workers."""
-        workers, size = self.workers, _size(self.workers)
-        least = 1 if workers.min_replicas is None else workers.min_replicas
-        most = max(MOST_WORKERS, workers.replicas or 0, least) if workers.max_replicas is None else workers.max_replicas
+        """Of the whole job. Without `resourceLimits`: enough for `maxReplicas` nodes of each type."""
+        bounds = {kind: self._bounds(kind) for kind in self.kinds}
+        sizes = {kind: self._size(kind) for kind in bounds}
         try:
             given = {name: node_pods.quantity(value) for name, value in self.resource_limits.items()}
         except ValueError as error:
             raise UsageError(f"spec.resourceLimits: {error}") from None
+        cpu = sum(most * max(sizes[kind].cpu, _LEAST_CPU) for kind, (_, most) in bounds.items())
+        memory = sum(most * max(sizes[kind].memory, _LEAST_MIB) for kind, (_, most) in bounds.items())
+        least_ps, most_ps = bounds.get(_PS, (1, MOST_PS))
         return ResourceLimits(
-            given.get("cpu", most * max(size.cpu, _LEAST_CPU)),
-            round(given["memory"] / (1 << 20)) if "memory" in given else most * max(size.memory, _LEAST_MIB),
-            min_workers=least, max_workers=most,
+            given.get("cpu", cpu), round(given["memory"] / (1 << 20)) if "memory" in given else memory,
+            *bounds[_WORKER], max_ps=most_ps, min_ps=least_ps,
         )  # fmt: skip
 
     def check(self) -> None:
         """Raise `UsageError`, with the field, if the operator cannot run a job of this kind."""
-        others = sorted(set(self.replica_specs) - {NodeType.WORKER.value, names.MASTER_TYPE})
         if not self.has_master:
             return
-        if others:
+        known = {names.MASTER_TYPE, *self.kinds, *((_CHIEF,) if self.has_ps else ())}
+        if others := sorted(set(self.replica_specs) - known):
             raise UsageError(
-                f"spec.replicaSpecs.{others[0]}: the operator runs masters of jobs that have only workers",
+                f"spec.replicaSpecs.{others[0]}: the operator runs masters of jobs that have workers, or a chief, "
+                "parameter servers and workers",
                 hint="run the master elsewhere, and say so by spec.replicaSpecs.dlrover-master.replicas: 0",
             )
-        if self.workers.template is None:
+        if self.has_ps and (self.replica_specs.get(_CHIEF, ReplicaSpec()).replicas or 1) != 1:
+            raise UsageError("spec.replicaSpecs.chief.replicas: a job has one chief", hint="leave it out")
+        if self.template(_WORKER) is None:
             raise UsageError("spec.replicaSpecs.worker.template is missing", hint="give the Pod of a worker")
-        limits, wanted, planned = self.limits, self.workers.replicas, self.mode is not ScalingMode.MANUAL
-        if wanted is not None and not limits.min_workers <= wanted <= limits.max_workers:
-            raise UsageError(
-                f"spec.replicaSpecs.worker.replicas is {wanted}, but {limits.min_workers} to {limits.max_workers} "
-                "workers are allowed", hint="change it, or minReplicas and maxReplicas",
-            )  # fmt: skip
+        for kind in self.kinds:
+            self._check_replicas(kind)
+        planned = self.mode is not ScalingMode.MANUAL
         if (self.mode is ScalingMode.CLUSTER) != bool(self.brain_service):
             raise UsageError("optimizeMode cluster and brainService need each other", hint="give both, or none")
-        if planned and NodeType.WORKER.value not in self.sizes and not self.resource_limits:
+        if planned and not self.sizes.keys() >= set(self.kinds) and not self.resource_limits:
             raise UsageError(
-                f"the size of the workers is to be planned (mode {self.mode.value}), but it is not said within what",
-                hint="give spec.resourceLimits with cpu and memory, or resources to the container of the worker",
+                f"the size of the nodes is to be planned (mode {self.mode.value}), but it is not said within what",
+                hint="give spec.resourceLimits with cpu and memory, or resources to the container of the template",
             )
+
+    def _check_replicas(self, kind: str) -> None:
+        wanted = self.replica_specs.get(kind, ReplicaSpec()).replicas
+        limits = self.limits
+        least, most = (limits.min_ps, limits.max_ps) if kind == _PS else (limits.min_workers, limits.max_workers)
+        if wanted is not None and not least <= wanted <= most:
+            what = "workers" if kind == _WORKER else "parameter servers"
+            raise UsageError(
+                f"spec.replicaSpecs.{kind}.replicas is {wanted}, but {least} to {most} {what} are allowed",
+                hint="change it, or minReplicas and maxReplicas",
+            )
+
+    def _bounds(self, kind: str) -> tuple[int, int]:
+        """How many nodes of a type there may be."""
+        replica = self.replica_specs.get(kind, ReplicaSpec())
+        least = 1 if replica.min_replicas is None else replica.min_replicas
+        if replica.max_replicas is not None:
+            return least, replica.max_replicas
+        return least, max(MOST_PS if kind == _PS else MOST_WORKERS, replica.replicas or 0, least)
+
+    def _size(self, kind: str) -> NodeResource:
+        replica = self.replica_specs.get(kind, ReplicaSpec())
+        return node_pods.container_size(_container(self.template(kind) or {}), replica.resource)
 
 
 def job_spec(manifest: Manifest) -> ElasticJobSpec:
@@ -131,7 +193,6 @@ def job_spec(manifest: Manifest) -> ElasticJobSpec:
     return msgspec.convert(manifest["spec"], ElasticJobSpec)
 
 
-def _size(replica: ReplicaSpec | None) -> NodeResource:
-    replica = replica or ReplicaSpec()
-    containers = (replica.template or {}).get("spec", {}).get("containers") or [{}]
-    return node_pods.container_size(containers[0], replica.resource)
+def _container(template: Manifest) -> Manifest:
+    """The first one of a Pod."""
+    return (template.get("spec", {}).get("containers") or [{}])[0]

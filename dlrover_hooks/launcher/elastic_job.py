@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import Mapping
 from types import FrameType
 
 import click
@@ -25,7 +26,7 @@ from dlrover_hooks.errors import HooksError, MasterAway, MasterError
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.kubernetes import custom_resources
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
-from dlrover_hooks.kubernetes.elastic_job_spec import RELAUNCHES, ElasticJobSpec, job_spec
+from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec, ReplicaSpec, job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.launcher.failures.restart_budget import Over
@@ -33,13 +34,16 @@ from dlrover_hooks.launcher.failures.verdict import GAVE_UP, USAGE, USER_ERROR
 from dlrover_hooks.launcher.nodes.node_host import NodeHost
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_journal
 from dlrover_hooks.launcher.running_jobs import listed
+from dlrover_hooks.launcher.tasks.task_pods import TaskPods
+from dlrover_hooks.launcher.tasks.task_supervisor import TaskSupervisor
 from dlrover_hooks.scalers.elastic_job_scaler import ElasticJobScaler
 
 FAILED, ENDED = 70, 143
 """Exit codes: this process cannot go on, another one may; it was ended by SIGTERM. Every other one is the job's."""
 LIST_S = 60.0
 _LEAST_CODE, _MOST_CODE = 1, 127
-_WORKER = p.NodeType.WORKER.value
+_TASK_GRACE_S = 1.0
+"""Of tasks that are stopped: a server has nothing to save, and a chief is stopped only if it does not answer."""
 log = logging.getLogger("dlrover_hooks.run")
 
 
@@ -80,11 +84,20 @@ def command(
 
 def scaling_request(job: str, incarnation: str, spec: ElasticJobSpec) -> p.StartScaling:
     """How the master plans the nodes of this job. Raises `UsageError`."""
-    relaunches = spec.workers.restart_count
     return p.StartScaling(
-        job, incarnation, spec.mode, spec.limits, sizes=spec.sizes, keep_nodes=True,
-        relaunches=RELAUNCHES if relaunches is None else relaunches,
+        job, incarnation, spec.mode, spec.limits, ps=spec.has_ps, sizes=spec.sizes, keep_nodes=True,
+        relaunches=spec.relaunches,
     )  # fmt: skip
+
+
+def wanted_groups(spec: ElasticJobSpec, sizes: Mapping[str, p.NodeResource]) -> dict[str, p.NodeGroupResource]:
+    """By type: the numbers of nodes that the user gives."""
+    given = {kind: spec.replica_specs.get(kind, ReplicaSpec()).replicas for kind in spec.kinds}
+    return {
+        kind: p.NodeGroupResource(count, sizes.get(kind, p.NodeResource()))
+        for kind, count in given.items()
+        if count is not None
+    }
 
 
 class ElasticJobHost:
@@ -104,8 +117,8 @@ class ElasticJobHost:
         self._spec.check()
         self._incarnation = uuid.uuid4().hex
         self._request = scaling_request(self._job, self._incarnation, self._spec)
-        self._wanted: p.NodeGroupResource | None = None
-        """The user's number and size of workers that the master was told last."""
+        self._wanted: dict[str, p.NodeGroupResource] | None = None
+        """The user's numbers and sizes of nodes that the master was told last."""
         self._refused = ""
         """Why the newest spec is not carried out; used by the thread of the watch alone."""
         self._signal: int | None = None
@@ -121,7 +134,7 @@ class ElasticJobHost:
                 listener, journal or owned.enter_context(temporary_journal()), journal is None, hang_timeout_s,
                 self._spec.brain_service,
             )  # fmt: skip
-            owned.enter_context(listed(self._job, url, self._token, planned=True))
+            owned.enter_context(listed(self._job, url, self._token, tasks=self._spec.has_ps, planned=True))
             self._services = Services(self._job, "", self._token, served, (), self._selector, keeper=False)
             owned.callback(self._services.end)
             self._client = MasterClient(url, self._token, incarnation=self._incarnation)
@@ -130,16 +143,47 @@ class ElasticJobHost:
             watch = ListWatch(self._api, jobs, self._changed, field_selector=f"metadata.name={self._job}")
             owned.callback(watch.stop)
             watch.start(LIST_S)
-            scaler = ElasticJobScaler(self._manifest, self._api, user_errors=(USER_ERROR, USAGE, GAVE_UP))
-            host = NodeHost(self._request, self._client, scaler, self._selector, self._look, leave=scaler.leave)
-            limits = self._request.limits
-            log.info("job %s/%s: mode %s, %d to %d workers, master at port %d", self._namespace, self._job,
-                     self._request.mode.value, limits.min_workers, limits.max_workers,
-                     listener.getsockname()[1])  # fmt: skip
-            code = host.run()
+            scaler = ElasticJobScaler(self._manifest, self._api, grace_s=_TASK_GRACE_S if self._spec.has_ps else None,
+                                      user_errors=(USER_ERROR, USAGE, GAVE_UP))  # fmt: skip
+            log.info("job %s/%s: mode %s, %s, master at port %d", self._namespace, self._job, self._request.mode.value,
+                     self._size(), listener.getsockname()[1])  # fmt: skip
+            run = self._run_tasks if self._spec.has_ps else self._run_nodes
+            code = run(scaler)
         if self._signal is not None or code in (0, ENDED):
             return code
         return code if _LEAST_CODE <= code <= _MOST_CODE and code != FAILED else USER_ERROR
+
+    def _size(self) -> str:
+        limits = self._request.limits
+        workers = f"{limits.min_workers} to {limits.max_workers} workers"
+        return (
+            f"chief, {limits.min_ps} to {limits.max_ps} parameter servers, {workers}" if self._spec.has_ps else workers
+        )
+
+    def _run_nodes(self, scaler: ElasticJobScaler) -> int:
+        """Of a job whose nodes are launchers of workers."""
+        host = NodeHost(self._request, self._client, scaler, self._selector, self._look, leave=scaler.leave)
+        return host.run()
+
+    def _run_tasks(self, scaler: ElasticJobScaler) -> int:
+        """Of a parameter server job."""
+        code = ENDED
+        scaler.start()
+        try:
+            pods = TaskPods(self._job, scaler, scaler.pod_name, self._selector)
+            try:
+                supervisor = TaskSupervisor(
+                    self._job, self._request, self._client, pods, self._selector, self._look, lambda _: None,
+                    max_restarts=self._spec.relaunches, restart_window_s=self._request.relaunch_window_s,
+                )  # fmt: skip
+                code = supervisor.run()
+            finally:
+                pods.close()
+            return code
+        finally:
+            if code != ENDED:
+                scaler.stop(_TASK_GRACE_S)
+            scaler.leave()
 
     def _changed(self, change: ObjectChange) -> None:
         """On the thread of the watch."""
@@ -171,22 +215,21 @@ class ElasticJobHost:
 
     def _tell(self, spec: ElasticJobSpec) -> None:
         """Have the master follow the spec."""
-        request, replicas, kind = scaling_request(self._job, self._incarnation, spec), spec.workers.replicas, _WORKER
-        wanted = None if replicas is None else p.NodeGroupResource(replicas, request.sizes.get(kind, p.NodeResource()))
+        request = scaling_request(self._job, self._incarnation, spec)
+        groups = wanted_groups(spec, request.sizes)
         if request != self._request:
             self._client.call(request)
             self._request = request
-        if wanted == self._wanted:
+        if groups == self._wanted:
             return
-        groups = {} if wanted is None else {kind: wanted}
-        plan = p.ScaleNodes(self._job, self._incarnation, p.ResourcePlan(groups), release=wanted is None)
+        plan = p.ScaleNodes(self._job, self._incarnation, p.ResourcePlan(groups), release=not groups)
         try:
             self._client.call(plan)
         except MasterAway:
             raise
         except MasterError as error:  # the job is over, or its limits have changed just now
-            log.error("job %s: it does not get %s workers: %s", self._job, replicas, error)
-        self._wanted = wanted
+            log.error("job %s: it does not get the nodes of its spec: %s", self._job, error)
+        self._wanted = groups
 
     def _take_signals(self, owned: contextlib.ExitStack) -> None:
         self._wake, wake_end = os.pipe()

@@ -91,19 +91,26 @@ class ResourceLimits(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One node of a job. Without a name it is called by its type and id, as in `worker-0`."""
+    """One node of a job. Without a name it is called by its type and id, as in `worker-0`.
+
+    `index`: its place among the nodes of its type, such as the one of a parameter server; by default the id. A
+    replacement has the index of the node before it, and another id.
+    """
 
     type: NodeType
     id: Count
     config_resource: NodeResource = NodeResource()
     name: str = ""
     status: NodeStatus = NodeStatus.INITIAL
+    index: Rank | None = None
 
     def __post_init__(self) -> None:
         if self.id < 0:
             raise UsageError(f"node: id is {self.id}", hint="give an id of at least 0")
         if not self.name:
             msgspec.structs.force_setattr(self, "name", f"{self.type.value}-{self.id}")
+        if self.index is None:
+            msgspec.structs.force_setattr(self, "index", self.id)
 
 
 class ScalePlan(msgspec.Struct):

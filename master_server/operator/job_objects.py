@@ -8,11 +8,16 @@ import msgspec
 
 from dlrover_hooks.kubernetes import custom_resources, names, node_pods
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec
+from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec, ReplicaSpec
+from dlrover_hooks.protocol import Node, NodeType
 
 PORT = 8780
 """The master's own default."""
 ACCOUNT = "dlrover-hooks-master"
+SERVER = ("python", "-u", "-m", "dlrover_hooks.integrations.tensorflow")
+"""The command of parameter servers, and of workers of a parameter server job."""
+_FIRST_PORT, _PORTS = 22220, 1000
+"""Of the servers of TensorFlow. Two tasks of a job have different ones, for Pods in the network of their machine."""
 _TOKEN_KEY = "token"
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 """Of a master whose template has no resources."""
@@ -80,27 +85,42 @@ def master_pod(job: Manifest, spec: ElasticJobSpec, options: MasterOptions) -> M
     return {"apiVersion": "v1", "kind": "Pod"} | pod
 
 
-def node_template(job: Manifest, spec: ElasticJobSpec, kind: str, node: str, url: str | None) -> Manifest | None:
-    """The Pod of a node, which `dlrover-hooks run` in it finds master and job by. None: the job has no such type.
+def node_template(job: Manifest, spec: ElasticJobSpec, node: Node, url: str | None) -> Manifest | None:
+    """The Pod of a node, with the variables by which its process finds master and job. None: the job has no such type.
 
     `url`: of the master; None: it is run elsewhere, so the template says where.
     """
-    replica = spec.replica_specs.get(kind)
-    if replica is None or replica.template is None:
-        return None
+    kind = node.type.value
     if url is None:
-        return replica.template
-    template = copy.deepcopy(replica.template)
+        return spec.replica_specs.get(kind, ReplicaSpec()).template
+    template = copy.deepcopy(spec.template(kind))
+    if template is None:
+        return None
     limits, name = spec.limits, job["metadata"]["name"]
-    values = {
-        "DLROVER_HOOKS_JOB": name, "DLROVER_HOOKS_MASTER": url, "DLROVER_HOOKS_NODE": node,
-        "DLROVER_HOOKS_RUN_NNODES": f"{limits.min_workers}:{limits.max_workers}",
-    }  # fmt: skip
+    values = {"DLROVER_HOOKS_JOB": name, "DLROVER_HOOKS_MASTER": url, "DLROVER_HOOKS_NODE": node.name}
     for container in template.get("spec", {}).get("containers", ())[:1]:
-        node_pods.add_variables(
-            container, [{"name": key, "value": value} for key, value in values.items()] + [_token(job)]
-        )
+        variables = [_token(job)]
+        if spec.has_ps:
+            variables += _of_task(node)
+            if not spec.runs_script(kind):
+                container["command"] = list(SERVER)
+                container.pop("args", None)
+        else:
+            values["DLROVER_HOOKS_RUN_NNODES"] = f"{limits.min_workers}:{limits.max_workers}"
+        given = [{"name": key, "value": value} for key, value in values.items()]
+        node_pods.add_variables(container, given + variables)
     return template
+
+
+def _of_task(node: Node) -> list[Manifest]:
+    """Of a task of a TensorFlow cluster. Its address is known when its Pod has a machine."""
+    port = _FIRST_PORT + node.id % _PORTS
+    place = f"{node.type.value}:{node.index}:{node.id}:$(DLROVER_HOOKS_POD_IP):{port}"
+    address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    return [
+        {"name": "DLROVER_HOOKS_POD_IP", "valueFrom": address}, {"name": "DLROVER_HOOKS_TASK", "value": place},
+        {"name": "GRPC_FAIL_FAST", "value": "use_caller"},
+    ]  # fmt: skip
 
 
 def is_master(pod: Manifest) -> bool:
@@ -125,5 +145,5 @@ def _token(job: Manifest) -> Manifest:
 
 
 def _worker_image(spec: ElasticJobSpec) -> str:
-    containers = (spec.workers.template or {}).get("spec", {}).get("containers") or [{}]
+    containers = (spec.template(NodeType.WORKER.value) or {}).get("spec", {}).get("containers") or [{}]
     return containers[0].get("image", "")

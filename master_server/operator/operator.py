@@ -350,7 +350,7 @@ def _situation(job: Manifest, pods: list[Manifest]) -> JobSituation:
 
 def _template(job: Manifest, entry: PodMeta, url: str | None) -> Manifest:
     """The Pod of this type. Raises UsageError if the job has none."""
-    template = job_objects.node_template(job, job_spec(job), entry.type, entry.name, url)
+    template = job_objects.node_template(job, job_spec(job), entry.node(), url)
     if template is None:
         name = f"{job['metadata']['namespace']}/{job['metadata']['name']}"
         raise UsageError(

@@ -107,7 +107,8 @@ def one_core(pid: int) -> bool:
 
 
 def test_a_task_runs_with_its_limits(processes: TaskProcesses) -> None:
-    assert one_core(processes.start(chief(SMALL)).pid)
+    processes.start(chief(SMALL))
+    assert one_core(processes.pids[1])
 
 
 def test_a_task_that_takes_a_standby_runs_with_its_limits() -> None:
@@ -115,16 +116,16 @@ def test_a_task_that_takes_a_standby_runs_with_its_limits() -> None:
         standbys = OneStandby()
         made = TaskProcesses("job", WAITS, {}, "127.0.0.1", selector, standbys)  # type: ignore[arg-type]
         try:
-            child = made.start(chief(SMALL))
-            assert child.pid == standbys.pid
-            assert one_core(child.pid)
+            made.start(chief(SMALL))
+            assert made.pids == {1: standbys.pid}
+            assert one_core(made.pids[1])
         finally:
             made.end()
 
 
 def test_a_task_without_limits_has_none_and_needs_no_control_group(processes: TaskProcesses) -> None:
-    child = processes.start(chief(p.NodeResource()))
-    assert os.sched_getaffinity(child.pid) == os.sched_getaffinity(0)
+    processes.start(chief(p.NodeResource()))
+    assert os.sched_getaffinity(processes.pids[1]) == os.sched_getaffinity(0)
     assert processes._methods is None
 
 
@@ -135,8 +136,8 @@ def test_a_task_that_is_killed_for_memory_is_known_and_others_are_not(processes:
     counts = LimitMethods("job").counts_kills
     assert [(one.exit_code, one.out_of_memory) for one in ended] == [(-9, True) if counts else (1, False)]
     processes._command = WAITS
-    child = processes.start(chief(p.NodeResource(cpu=1.0, memory=512)))
-    child.signal(signal.SIGKILL)
+    processes.start(chief(p.NodeResource(cpu=1.0, memory=512)))
+    processes.signal(signal.SIGKILL)
     assert [(one.exit_code, one.out_of_memory) for one in until(processes.ended, "its end")] == [(-9, False)]
 
 

@@ -1,11 +1,12 @@
 """A kubelet for machines without a container runtime: a Pod is a process group here.
 
-Real: Nodes, Pods that a real scheduler has bound, their environment (values, fields of the Pod, keys of Secrets), a
-folder of their own for temporary files, phases and conditions, exit codes, signals and grace periods, the end of the
-log as termination message, an end for memory beyond the limit (`OOMKilled`), deletion only after the last process has
-gone. The account of a Pod is in a file that KUBECONFIG names, not in a volume. Not here: images (`python` is this one),
-volumes, probes, more than one container, init containers, networks (each Pod has 127.0.0.1, and a Service any other
-loopback address), cgroups, restarts (`restartPolicy` other than Never). A test of it says "process-backed Pods".
+Real: Nodes, Pods that a real scheduler has bound, their environment (values with `$(NAME)`, fields of the Pod, keys of
+Secrets), a folder of their own for temporary files, phases and conditions, exit codes, signals and grace periods, the
+end of the log as termination message, an end for memory beyond the limit (`OOMKilled`), deletion only after the last
+process has gone. The account of a Pod is in a file that KUBECONFIG names, not in a volume. Not here: images (`python`
+is this one), volumes, probes, more than one container, init containers, networks (each Pod has 127.0.0.1, and a Service
+any other loopback address), cgroups, restarts (`restartPolicy` other than Never). A test of it says "process-backed
+Pods".
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class ProcessKubelet:
                 secret = self._api.get(f"/api/v1/namespaces/{pod.namespace}/secrets/{source['secretKeyRef']['name']}")
                 env[entry["name"]] = base64.b64decode(secret["data"][source["secretKeyRef"]["key"]]).decode()
             else:
-                env[entry["name"]] = entry.get("value", "")
+                env[entry["name"]] = _expanded(entry.get("value", ""), env)
         return env
 
 
@@ -265,6 +266,11 @@ def amount(text: str) -> float:
 def _end_of(log: Path) -> str:
     """The last lines, as many as a kubelet takes."""
     return "\n".join(log.read_text(errors="replace")[-2048:].splitlines()[-80:])
+
+
+def _expanded(value: str, known: dict[str, str]) -> str:
+    """With the values of the variables before it, written as $(NAME)."""
+    return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda found: known.get(found[1], found[0]), value)
 
 
 def _field(manifest: Manifest, path: str) -> str:

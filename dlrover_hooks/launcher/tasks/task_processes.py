@@ -1,4 +1,4 @@
-"""The processes of a parameter server job on this machine: chief, parameter servers and workers."""
+"""The tasks of a parameter server job as processes of this machine: chief, parameter servers and workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from dlrover_hooks import config as settings, protocol as p
-from dlrover_hooks.host.child_process import Child
+from dlrover_hooks.host.child_process import Child, described
 from dlrover_hooks.host.memory_limit import MemoryKills
 from dlrover_hooks.host.ports import free_port
 from dlrover_hooks.launcher.processes.workers import newcomer_command
+from dlrover_hooks.launcher.tasks.task_runner import EndedTask, task_name
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
 from dlrover_hooks.scalers.resource_limits import LimitMethods, NodeLimits
 
@@ -27,17 +27,8 @@ _WARM_WITHIN_S = 15.0
 log = logging.getLogger("dlrover_hooks.run")
 
 
-class EndedTask(NamedTuple):
-    """A task whose process has ended. `out_of_memory`: the kernel has killed it for want of memory."""
-
-    task: p.Task
-    child: Child
-    exit_code: int
-    out_of_memory: bool
-
-
 class TaskProcesses:
-    """Running tasks by id, with the limits of their `resource`. Main thread only.
+    """A `TaskRunner`: running tasks by id, with the limits of their `resource`. Main thread only.
 
     Args:
         job: its name.
@@ -69,6 +60,13 @@ class TaskProcesses:
         self._limits: dict[int, NodeLimits] = {}
         """By task, of those that have any."""
         self._kills = MemoryKills()
+        self._stopped = list[EndedTask]()
+        """Killed since the last call of `ended`."""
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """By id of their task."""
+        return {number: child.pid for number, child in self.children.items()}
 
     @property
     def may_start(self) -> bool:
@@ -78,8 +76,8 @@ class TaskProcesses:
             return True
         return time.monotonic() > self._cold_at
 
-    def start(self, task: p.Task) -> Child:
-        """Start the process of `task`."""
+    def start(self, task: p.Task) -> str:
+        """Start the process of `task`; its process id, in words."""
         chief, name = task.type is p.NodeType.CHIEF, task_name(task)
         port = self._ports.get(task.index) if task.type is p.NodeType.WORKER else None
         if port is None:
@@ -101,7 +99,7 @@ class TaskProcesses:
             self._limits[task.id] = limits
         self.children[task.id], self.tasks[task.id] = child, task
         self._selector.register(child, selectors.EVENT_READ)
-        return child
+        return f"pid {child.pid}"
 
     def _limit(self, task: p.Task) -> NodeLimits | None:
         if task.resource == p.NodeResource():
@@ -133,18 +131,26 @@ class TaskProcesses:
             self._apply(task_name(task), limits, pid)
 
     def ended(self) -> list[EndedTask]:
-        """Those that have ended since the last call. They are forgotten."""
-        found = list[EndedTask]()
+        """See `TaskRunner`."""
+        found, self._stopped = self._stopped, []
         for number, child in list(self.children.items()):
             if (code := child.exit_code()) is not None:
-                task, memory = self.tasks[number], self._killed_for_memory(number, code)
-                found.append(EndedTask(task, child, self.kill(number), memory))
+                found.append(self._end(number, self._killed_for_memory(number, code)))
         return found
 
     def _killed_for_memory(self, number: int, exit_code: int) -> bool:
         if (limits := self._limits.get(number)) is not None:
             return limits.killed_for_memory(exit_code)
         return exit_code == -signal.SIGKILL and self._kills.recent(time.monotonic())
+
+    def stop(self, number: int) -> None:
+        """See `TaskRunner`."""
+        self._stopped.append(self._end(number, False))
+
+    def _end(self, number: int, out_of_memory: bool) -> EndedTask:
+        task, pid, code = self.tasks[number], self.children[number].pid, self.kill(number)
+        memory = ": it was killed for want of memory" if out_of_memory else ""
+        return EndedTask(task, f"pid {pid}", code, f"ended with {described(code)}{memory}", out_of_memory)
 
     def kill(self, number: int) -> int:
         """Kill one, with all its descendants, and forget it. The exit code."""
@@ -183,8 +189,3 @@ class TaskProcesses:
         if self._methods is not None:
             self._methods.close()
         return codes
-
-
-def task_name(task: p.Task) -> str:
-    """Its name in messages, such as `ps 1`."""
-    return "chief" if task.type is p.NodeType.CHIEF else f"{task.type.value} {task.index}"

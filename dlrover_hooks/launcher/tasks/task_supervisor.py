@@ -1,4 +1,4 @@
-"""Keeps the processes of this machine equal to the master's list of tasks, until the chief is done."""
+"""Keeps the tasks that run equal to the master's list of tasks, until the chief is done."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.host.child_process import described
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
 from dlrover_hooks.launcher.plan_log import PlanLog
-from dlrover_hooks.launcher.tasks.task_processes import EndedTask, TaskProcesses, task_name
+from dlrover_hooks.launcher.tasks.task_runner import EndedTask, TaskRunner, task_name
 from dlrover_hooks.protocol import AGAIN
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -37,8 +36,8 @@ class TaskSupervisor:
         first: sent at the start: the first target, or the request to plan the tasks. A target that was set before, for
             example by `dlrover-hooks scale`, stays.
         client: a master client of this launcher.
-        processes: starts and ends processes.
-        selector: wakes on ends of processes, services and signals.
+        runner: starts and ends tasks. Those that it has already were started by an earlier supervisor.
+        selector: wakes on ends of tasks and services, and on signals.
         look: called at every turn: handles signals (raises Over), restarts services.
         follow: called at every turn with the process ids of the registered tasks, by their incarnations.
         max_restarts: of all tasks together, within `restart_window_s`; after one more failure the run is given up.
@@ -49,7 +48,7 @@ class TaskSupervisor:
         job: str,
         first: p.ScaleTasks | p.StartScaling,
         client: MasterClient,
-        processes: TaskProcesses,
+        runner: TaskRunner,
         selector: selectors.BaseSelector,
         look: Callable[[], None],
         follow: Callable[[Mapping[str, int]], None],
@@ -58,7 +57,7 @@ class TaskSupervisor:
         restart_window_s: float,
     ) -> None:
         self._job, self._first, self._client = job, first, client
-        self._processes, self._selector, self._look = processes, selector, look
+        self._runner, self._selector, self._look = runner, selector, look
         self._follow = follow
         self._most, self._window_s = max_restarts, restart_window_s
         self._failed_at, self._problem = list[float](), ""
@@ -69,6 +68,10 @@ class TaskSupervisor:
         self._list = p.Tasks()
         self._started, self._gone = set[int](), set[int]()
         """Ids of tasks: started here; reported as gone. The list may be older than both."""
+        self._unknown = set[int]()
+        """Ids of tasks of an earlier supervisor that the master does not list."""
+        self._stopping = dict[int, str]()
+        """Tasks that are being stopped: why one has failed; empty: it has not."""
         planned = isinstance(first, p.StartScaling)
         self._plan_log = PlanLog(job, client) if planned else None
         self._poll_s = _PLANS_S if planned else _POLL_S
@@ -95,68 +98,94 @@ class TaskSupervisor:
             os.close(self._wake_end)
 
     def _begin(self) -> None:
-        """Set the target, and tell the master that the processes of an earlier launcher are gone: they died with it."""
+        """Set the target, and tell the master which tasks of an earlier supervisor are gone.
+
+        A task that the master does not know to run is replaced: its process may be one of an earlier master.
+        """
         self._client.call(self._first)
+        self._look()  # it may have more to say to the master before the first list counts
         found: p.Tasks = self._client.call(p.ShowTasks(self._job))
         if found.finished:
             log.info("job %s is finished (dlrover-hooks forget %s makes room for a new one)", self._job, self._job)
             raise Over(DONE)
+        listed = {task.id: task for task in found.tasks}
+        for number, task in list(self._runner.tasks.items()):
+            if number in listed and listed[number].incarnation:
+                self._started.add(number)
+                continue
+            if number not in listed:
+                self._unknown.add(number)
+            self._stop(task, None)
         for task in found.tasks:
-            if task.incarnation:
+            if task.incarnation and task.id not in self._runner.tasks:
                 self._fenced(task, -9)
 
     def _turn(self) -> None:
         self._look()
-        for ended in self._processes.ended():
-            self._judge(ended)
+        self._judge_all()
         self._compare(self._list)
-        children = self._processes.children
-        self._follow({one.incarnation: children[one.id].pid for one in self._list.tasks
-                      if one.incarnation and one.id in children})  # fmt: skip
+        self._judge_all()
+        pids = self._runner.pids
+        self._follow({one.incarnation: pids[one.id] for one in self._list.tasks
+                      if one.incarnation and one.id in pids})  # fmt: skip
         for key, _ in self._selector.select(_SOON_S if self._due else _TURN_S):
             if key.fd == self._wake:
                 os.read(self._wake, 4096)
         self._listener.check()
 
     def _compare(self, wanted: p.Tasks) -> None:
-        """Start and kill processes, as the list says."""
+        """Start and stop tasks, as the list says."""
         if wanted.problem and wanted.problem != self._problem:
             log.warning("%s", wanted.problem)
         self._problem = wanted.problem
-        listed = {task.id: task for task in wanted.tasks}
-        for number, task in list(self._processes.tasks.items()):
+        listed, running = {task.id: task for task in wanted.tasks}, self._runner.tasks
+        for number, task in list(running.items()) if wanted.number else ():
             found = listed.get(number)
-            if task.type is p.NodeType.CHIEF and wanted.finished:
+            if number in self._stopping or (task.type is p.NodeType.CHIEF and wanted.finished):
                 continue  # it ends by itself
             if found is None or found.status in _ENDED:
                 self._stop(task, found)
             elif found.resource != task.resource:
-                self._processes.resize(found)
+                self._runner.resize(found)
         self._due = False
         for task in wanted.tasks:
-            if task.status is p.NodeStatus.INITIAL and task.id not in self._started:
-                if not self._processes.may_start:
+            if task.status is p.NodeStatus.INITIAL and not self._begun(task.id):
+                if not self._runner.may_start:
                     self._due = True
                     continue
                 self._started.add(task.id)
-                child = self._processes.start(task)
-                log.info("%s: pid %d", task_name(task), child.pid)
+                log.info("%s: %s", task_name(task), self._runner.start(task))
                 if task.type is p.NodeType.CHIEF:
                     self._acknowledged = wanted.acknowledged
             elif task.status in _ENDED and task.id not in self._started | self._gone:
                 self._fenced(task, 0)  # it was never started
 
+    def _begun(self, number: int) -> bool:
+        return number in self._started or number in self._stopping or number in self._gone
+
     def _stop(self, task: p.Task, listed: p.Task | None) -> None:
         failed = listed is not None and listed.status is p.NodeStatus.FAILED
         reason = f": {listed.reason}" if listed is not None and listed.reason else ""
         log.log(logging.WARNING if failed else logging.INFO, "%s is ended%s", task_name(task), reason)
-        self._processes.kill(task.id)
-        self._fenced(task, -9 if failed else 0)
-        if failed:
-            self._charge(f"{task_name(task)} failed{reason}")
+        self._stopping[task.id] = f"{task_name(task)} failed{reason}" if failed else ""
+        self._runner.stop(task.id)
+
+    def _judge_all(self) -> None:
+        for ended in self._runner.ended():
+            if ended.task.id in self._unknown:
+                self._unknown.discard(ended.task.id)
+                del self._stopping[ended.task.id]
+                continue
+            failure = self._stopping.pop(ended.task.id, None)
+            if failure is None:
+                self._judge(ended)
+                continue
+            self._fenced(ended.task, -9 if failure else 0)
+            if failure:
+                self._charge(failure)
 
     def _judge(self, ended: EndedTask) -> None:
-        """A process has ended by itself. Raises Over if the run is over."""
+        """A task has ended by itself. Raises Over if the run is over."""
         task, code = ended.task, ended.exit_code
         listed = next((one for one in self._list.tasks if one.id == task.id), None)
         released = self._list.finished or (listed is not None and listed.status is p.NodeStatus.RELEASED)
@@ -167,17 +196,18 @@ class TaskSupervisor:
                 raise Over(DONE)
             if code == AGAIN:
                 return
-            self._judge_chief(code)
-        if not released:
-            memory = ": it was killed for want of memory" if ended.out_of_memory else ""
-            self._charge(f"{task_name(task)} (pid {ended.child.pid}) ended with {described(code)}{memory}")
+            if not ended.preempted:
+                self._judge_chief(ended)
+        if not released and not ended.preempted:
+            self._charge(f"{task_name(task)} ({ended.place}) {ended.how}")
 
-    def _judge_chief(self, code: int) -> None:
+    def _judge_chief(self, ended: EndedTask) -> None:
+        code = ended.exit_code
         if code == USAGE:
-            raise Over(USAGE, "the chief ended with a wrong setting (exit code 78), see above")
+            raise Over(USAGE, f"the chief ({ended.place}) ended with a wrong setting (exit code 78): see what it said")
         connected = self._client.call(p.ShowTasks(self._job)).acknowledged > self._acknowledged
         if code > 0 and not connected:
-            raise Over(USER_ERROR, f"the chief failed with {described(code)} before it was connected: see above")
+            raise Over(USER_ERROR, f"the chief ({ended.place}) {ended.how} before it was connected: see what it said")
 
     def _charge(self, what: str) -> None:
         now = time.monotonic()

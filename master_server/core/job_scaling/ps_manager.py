@@ -114,4 +114,4 @@ class PSManager:
 
 
 def _node(task: TaskRecord) -> Node:
-    return Node(task.type, task.id, task.resource, status=task.status)
+    return Node(task.type, task.id, task.resource, status=task.status, index=task.index)

@@ -54,10 +54,22 @@ def test_the_limits_are_those_of_the_job_or_enough_for_all_workers() -> None:
     assert spec({"minReplicas": 2}, resourceLimits=limits).limits == ResourceLimits(32.0, 65536, 2, 60)
 
 
+def test_a_parameter_server_job_is_planned_unless_it_says_both_numbers() -> None:
+    both = spec({"template": SIZED, "replicas": 2}, replicas={"ps": {"replicas": 1}})
+    assert both.mode is ScalingMode.MANUAL
+    assert spec({"replicas": 2}, replicas={"ps": {}}).mode is ScalingMode.SINGLE_JOB
+    assert spec({"replicas": 2}).mode is ScalingMode.MANUAL
+    servers = {"minReplicas": 2, "maxReplicas": 3, "resource": {"cpu": "4"}}
+    planned = spec({"template": SIZED, "maxReplicas": 4}, replicas={"ps": servers})
+    assert planned.limits == ResourceLimits(4 * 2 + 3 * 4, 7 * 3072, 1, 4, max_ps=3, min_ps=2)
+    assert planned.sizes == {"chief": GIVEN, "ps": NodeResource(4.0, 3072, "nvidia.com/gpu", 1), "worker": GIVEN}
+
+
 def test_a_job_that_the_operator_can_run() -> None:
     for one in (
         spec({"replicas": 2}), spec({"template": SIZED}), spec({}, resourceLimits={"cpu": "8", "memory": "8Gi"}),
-        spec({}, replicas={"ps": {"template": template()}, "dlrover-master": {"replicas": 0}}),
+        spec({}, replicas={"evaluator": {"template": template()}, "dlrover-master": {"replicas": 0}}),
+        spec({"replicas": 2}, replicas={"ps": {"replicas": 1}, "chief": {"template": template()}}),
     ):  # fmt: skip
         one.check()
 
@@ -65,12 +77,18 @@ def test_a_job_that_the_operator_can_run() -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (spec({}, replicas={"ps": {"template": template()}}), r"spec\.replicaSpecs\.ps: .* only workers"),
+        (
+            spec({}, replicas={"evaluator": {}}),
+            r"spec\.replicaSpecs\.evaluator: the operator runs masters of jobs that",
+        ),
+        (spec({}, replicas={"chief": {}}), r"spec\.replicaSpecs\.chief: the operator"),
+        (spec({"replicas": 1}, replicas={"ps": {"replicas": 0}}), r"ps\.replicas is 0, but 1 to 15 parameter servers"),
+        (spec({}, replicas={"ps": {}, "chief": {"replicas": 2}}), r"chief\.replicas: a job has one chief"),
         (job_spec({"spec": {"replicaSpecs": {}}}), r"spec\.replicaSpecs\.worker\.template is missing"),
         (spec({"replicas": 9, "maxReplicas": 8}), r"replicas is 9, but 1 to 8 workers are allowed"),
         (spec({"replicas": 0}), r"replicas is 0, but 1 to 60"),
         (spec({"minReplicas": 3, "maxReplicas": 2}), r"min_workers 3, max_workers 2"),
-        (spec({}), r"(?s)the size of the workers is to be planned .*resourceLimits"),
+        (spec({}), r"(?s)the size of the nodes is to be planned .*resourceLimits"),
         (spec({}, resourceLimits={"cpu": "much"}), r"spec\.resourceLimits: 'much' is no quantity"),
         (spec({"replicas": 1}, optimizeMode="cluster"), r"cluster and brainService need each other"),
         (spec({"template": template(limits={"cpu": "-"})}), r"container 'main': '-' is no quantity"),

@@ -9,6 +9,7 @@ import pytest
 from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
 from dlrover_hooks.master.operator import job_objects
 from dlrover_hooks.master.operator.job_objects import MasterOptions
+from dlrover_hooks.protocol import Node, NodeType
 
 
 def job(master: dict[str, Any] | None = None, **worker: Any) -> dict[str, Any]:
@@ -65,14 +66,54 @@ def test_the_address_of_a_master(address: str, url: str) -> None:
 
 
 def test_a_node_finds_master_and_job_by_its_environment_and_keeps_its_own() -> None:
-    manifest = job()
-    found = job_objects.node_template(manifest, job_spec(manifest), "worker", "worker-3", "http://m:1")
+    manifest, worker = job(), Node(NodeType.WORKER, 3)
+    found = job_objects.node_template(manifest, job_spec(manifest), worker, "http://m:1")
     assert found is not None
     values = {one["name"]: one.get("value") for one in found["spec"]["containers"][0]["env"]}
     assert values == {
         "DLROVER_HOOKS_RUN_NNODES": "2", "DLROVER_HOOKS_JOB": "mine", "DLROVER_HOOKS_MASTER": "http://m:1",
         "DLROVER_HOOKS_NODE": "worker-3", "DLROVER_HOOKS_TOKEN": None,
     }  # fmt: skip
-    assert job_objects.node_template(manifest, job_spec(manifest), "ps", "ps-0", "http://m:1") is None
+    assert job_objects.node_template(manifest, job_spec(manifest), Node(NodeType.PS, 0), "http://m:1") is None
     template = manifest["spec"]["replicaSpecs"]["worker"]["template"]
-    assert job_objects.node_template(manifest, job_spec(manifest), "worker", "worker-3", None) == template
+    assert job_objects.node_template(manifest, job_spec(manifest), worker, None) == template
+
+
+def ps_job(**others: Any) -> dict[str, Any]:
+    """`others`: more templates, by type."""
+    manifest = job(replicas=2)
+    replicas = manifest["spec"]["replicaSpecs"]
+    container = replicas["worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": ["python", "train.py"], "args": ["--big"]}
+    replicas["ps"] = {"replicas": 2}
+    for kind, template in others.items():
+        replicas.setdefault(kind, {})["template"] = {"spec": {"containers": [template]}}
+    return manifest
+
+
+def ps_container(manifest: dict[str, Any], node: Node) -> dict[str, Any]:
+    found = job_objects.node_template(manifest, job_spec(manifest), node, "http://m:1")
+    assert found is not None
+    return found["spec"]["containers"][0]
+
+
+def test_of_one_template_the_chief_runs_the_command_and_all_others_are_servers() -> None:
+    manifest = ps_job()
+    chief = ps_container(manifest, Node(NodeType.CHIEF, 1, index=0))
+    assert (chief["command"], chief["args"], chief["image"]) == (["python", "train.py"], ["--big"], "mine")
+    for node in (Node(NodeType.PS, 7, index=1), Node(NodeType.WORKER, 8, index=0)):
+        found = ps_container(manifest, node)
+        assert (found["command"], found.get("args"), found["image"]) == (list(job_objects.SERVER), None, "mine")
+    names = [one["name"] for one in found["env"]]
+    assert names.index("DLROVER_HOOKS_POD_IP") < names.index("DLROVER_HOOKS_TASK"), "which refers to it"
+    values = {one["name"]: one.get("value") for one in found["env"]}
+    assert values["DLROVER_HOOKS_TASK"] == "worker:0:8:$(DLROVER_HOOKS_POD_IP):22228"
+
+
+def test_beside_a_chief_a_command_of_servers_is_kept() -> None:
+    server = {"name": "main", "image": "small", "command": ["serve"]}
+    manifest = ps_job(chief={"name": "main", "image": "mine", "command": ["train"]}, ps=server)
+    assert ps_container(manifest, Node(NodeType.CHIEF, 1))["command"] == ["train"]
+    assert ps_container(manifest, Node(NodeType.PS, 2))["command"] == ["serve"]
+    without = ps_job(ps=server)
+    assert ps_container(without, Node(NodeType.PS, 2))["command"] == list(job_objects.SERVER), "as DLRover's jobs are"

@@ -1,0 +1,89 @@
+"""A namespace of the control plane with an operator, and the `ElasticJob` of a test in it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dlrover_hooks.host.ports import free_port
+from dlrover_hooks.kubernetes import custom_resources
+from dlrover_hooks.kubernetes.api_server import ApiServer
+from dlrover_hooks.master.operator import manifests
+from dlrover_hooks.master.operator.job_objects import MasterOptions
+from dlrover_hooks.master.operator.operator import Operator
+from tests.kubernetes import operators
+from tests.kubernetes.control_plane import control_plane
+from tests.waiting import until
+
+LONG_S = 180.0
+
+
+class Cluster:
+    """A namespace where the operator follows jobs, with the account that `dlrover-hooks manifest` gives it."""
+
+    def __init__(self) -> None:
+        self.plane = control_plane()
+        self.namespace = self.plane.namespace()
+        operators.install(self.plane.api)
+        self.apply(*manifests.operator_objects(self.namespace, "none", self.namespace))
+        self.apply(*manifests.job_namespace_objects(self.namespace))
+        self.kubeconfig = self.plane.account_kubeconfig(self.namespace, manifests.NAME)
+        self.port = free_port()
+        self._api = ApiServer(kubeconfig=self.kubeconfig)
+        self._operator: Operator | None = None
+
+    def start_operator(self) -> None:
+        self._operator = Operator(self._api, self.namespace, MasterOptions(port=self.port))
+        self._operator.start()
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(listed))
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        ended = self.plane.kubectl("-n", self.namespace, *arguments, stdin=stdin)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def job(self, command: list[str], save_to: str = "", master: dict[str, Any] | None = None, **worker: Any) -> None:
+        """Apply `mine`. Its workers are spread over the nodes, if that is possible."""
+        env = [{"name": "DLROVER_HOOKS_SAVE_TO", "value": save_to}] if save_to else []
+        container = {"name": "main", "image": "none", "command": command, "env": env}
+        spread = {
+            "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"elasticjob-name": "mine", "replica-type": "worker"}},
+        }  # fmt: skip
+        pod = {"containers": [container], "topologySpreadConstraints": [spread]}
+        replicas = {"worker": {"template": {"spec": pod}} | worker}
+        if master is not None:
+            replicas["dlrover-master"] = master
+        self.apply({
+            "apiVersion": custom_resources.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "mine"},
+            "spec": {"replicaSpecs": replicas},
+        })  # fmt: skip
+
+    @property
+    def phase(self) -> str:
+        return self.get("elasticjob", "mine").get("status", {}).get("phase", "")
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return {one["type"]: one for one in self.get("elasticjob", "mine")["status"]["conditions"]}[kind]
+
+    def ends(self, phase: str, within_s: float = LONG_S) -> None:
+        until(lambda: self.phase == phase, f"the phase {phase}", within_s, diagnostic=self.said)
+
+    def said(self) -> str:
+        objects = self.kubectl("get", "elasticjobs,scaleplans,pods,events")
+        return f"{objects}\n{self.plane.kubelet.output(self.namespace)}"
+
+    def close(self) -> None:
+        self.kubectl("delete", "elasticjobs", "--all")
+        until(lambda: not self.get("pods")["items"], "the Pods to go", LONG_S, diagnostic=self.said)
+        if self._operator is not None:
+            self._operator.check()
+            self._operator.stop()
+        self._api.close()
+        assert self.plane.kubelet.alive(self.namespace) == []
