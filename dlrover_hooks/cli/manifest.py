@@ -20,10 +20,14 @@ _USAGE = 78
 @click.option("--only", metavar="NAMESPACE",
               help="The operator follows, and may change, only the jobs of this namespace. Default: those of the whole "
               "cluster.")  # fmt: skip
+@click.option("--di-policy", type=click.Choice(["pack", "spread", "goodput"]),
+              help="The operator also runs the DIJobs of DI-engine, and places the preemptible ones so.")  # fmt: skip
+@click.option("--brain", is_flag=True, help="Also the account of a Brain with --monitor kubernetes, in --namespace.")
 @click.option("--definitions", is_flag=True, help="Only the definitions of ElasticJob, ScalePlan and DIJob.")
 def manifest(
-    image: str | None, namespace: str, job_namespace: tuple[str, ...], only: str | None, definitions: bool
-) -> None:
+    image: str | None, namespace: str, job_namespace: tuple[str, ...], only: str | None,
+    di_policy: str | None, brain: bool, definitions: bool,
+) -> None:  # fmt: skip
     """Print the definitions of ElasticJob, ScalePlan and DIJob, the operator, and the accounts with the rights that the
     operator and the masters of jobs need.
 
@@ -45,7 +49,11 @@ def manifest(
                     "the operator needs --image",
                     hint="one with dlrover-hooks[kubernetes], such as that of your training",
                 )
-            objects += manifests.operator_objects(namespace, image, only)
+            if di_policy is not None and only is not None:
+                raise UsageError("DIJobs need the nodes of the whole cluster", hint="leave out --only or --di-policy")
+            objects += manifests.operator_objects(namespace, image, only, di_policy=di_policy)
+            if brain:
+                objects += manifests.brain_objects(namespace)
             for one in sorted(set(job_namespace)) or [only or "default"]:
                 objects += manifests.job_namespace_objects(one)
         click.echo(_yaml(objects), nl=False)

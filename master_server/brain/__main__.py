@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import uvloop
 from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.config.token_file import read_token
 from dlrover_hooks.errors import HooksError, MissingExtra, UsageError
+from dlrover_hooks.kubernetes.api_server import ApiServer
 from dlrover_hooks.master.http_answers import BODY_LIMIT_BYTES
 from dlrover_hooks.master.listening import Listening, check_tls, listening, uvicorn_config
 
@@ -24,8 +26,9 @@ try:
     from dlrover_hooks.master.brain.algorithm_executor import AlgorithmExecutor, check_name
     from dlrover_hooks.master.brain.algorithms.registry import PlanProblem
     from dlrover_hooks.master.brain.app import BrainApp, BrainService
-    from dlrover_hooks.master.brain.cluster_monitor import ClusterSampler, ProcessClusterMonitor
+    from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor, ClusterSampler, ProcessClusterMonitor
     from dlrover_hooks.master.brain.database.database import Database
+    from dlrover_hooks.master.brain.kubernetes_monitor import KubernetesClusterMonitor
     from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
 except ImportError as error:
     if isinstance(error, MissingExtra):
@@ -92,8 +95,9 @@ class BrainCommands(click.Group):
               help="Ask this algorithm first for such a problem.")  # fmt: skip
 @click.option("--quota", multiple=True, metavar="TENANT=UNITS",
               help="Most cores (GPUs) of a tenant's jobs, where jobs want more than the cluster has.")  # fmt: skip
-@click.option("--monitor", default="none", type=click.Choice(["none", "process"]),
-              help="process: this machine is (a part of) the cluster, its cores are divided among jobs.")  # fmt: skip
+@click.option("--monitor", default="none", type=click.Choice(["none", "process", "kubernetes"]),
+              help="What is divided among jobs. process: this machine, as (a part of) the cluster; kubernetes: the "
+              "cluster of $KUBECONFIG, of ~/.kube/config, or of this Pod.")  # fmt: skip
 @click.option("--claim", default="60s", metavar="DURATION",
               help="Another process takes over an event that one has for longer.")  # fmt: skip
 @click.option("--forget-after", default="365d", metavar="DURATION", help="Finished jobs are deleted after it.")
@@ -138,20 +142,35 @@ def serve(
     service = BrainService(database, processor)
     app = BrainApp(service, token=token, body_limit_bytes=body_limit_bytes)
     address, number = listener.getsockname()[:2]
-    sampler = ClusterSampler(ProcessClusterMonitor(), database) if monitor == "process" else None
     processor.start()
-    if sampler is not None:
-        sampler.start()
+    sampling = contextlib.ExitStack()
     try:
+        _sample(sampling, monitor, database)
         scheme = "https" if ssl_certfile else "http"
         click.echo(f"dlrover-hooks brain: {scheme}://{address}:{number} pid {os.getpid()}", err=True)
         uvloop.run(BrainServer(uvicorn_config(where, app.asgi), service).serve(sockets=[listener]))
     finally:
         app.close()
         processor.stop()
-        if sampler is not None:
-            sampler.stop()
+        sampling.close()
         database.close()
+
+
+def _sample(owned: contextlib.ExitStack, monitor: str, database: Database) -> None:
+    """Begin to write what the platform has. Raises `KubernetesFailed`."""
+    if monitor == "none":
+        return
+    if monitor == "process":
+        found: ClusterMonitor = ProcessClusterMonitor()
+    else:
+        api = ApiServer()
+        owned.callback(api.close)
+        found = KubernetesClusterMonitor(api)
+        owned.callback(found.stop)
+        found.start()
+    sampler = ClusterSampler(found, database)
+    owned.callback(sampler.stop)
+    sampler.start()
 
 
 def _uses(given: tuple[str, ...]) -> dict[PlanProblem, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.kubernetes import node_pods, timestamps
+from dlrover_hooks.kubernetes import cluster_resources, timestamps
 from dlrover_hooks.kubernetes.api_server import Manifest
 from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.master.di_orchestrator import replicas
@@ -24,7 +24,6 @@ from dlrover_hooks.protocol import NodeResource
 Placed = tuple[JobInfo, NodeList]
 """A job, and where its replicas are."""
 _NOTHING: Mapping[str, str] = {}
-_TAINTS = ("NoSchedule", "NoExecute")
 
 
 def job_info(job: Manifest, spec: DIJobSpec, status: DIJobStatus) -> JobInfo:
@@ -59,7 +58,9 @@ def free_nodes(nodes: Iterable[Manifest], pods: Iterable[Manifest], jobs: Iterab
     """What the ready nodes have for preemptible jobs: what no other Pod requests."""
     preemptible = {job["metadata"]["uid"] for job in jobs if job["spec"].get("preemptible")}
     free = {
-        node["metadata"]["name"]: _amounts(node["status"].get("allocatable", {})) for node in nodes if _usable(node)
+        node["metadata"]["name"]: _node_resource(cluster_resources.allocatable(node))
+        for node in nodes
+        if cluster_resources.usable(node)
     }
     for pod in pods:
         owners = {one["uid"] for one in pod["metadata"].get("ownerReferences", ())}
@@ -101,25 +102,12 @@ def conditions(
     return found
 
 
-def _usable(node: Manifest) -> bool:
-    spec, ready = node.get("spec", {}), node.get("status", {}).get("conditions", ())
-    tainted = any(one.get("effect") in _TAINTS for one in spec.get("taints") or ())
-    is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in ready)
-    return is_ready and not tainted and not spec.get("unschedulable")
-
-
 def _pod_size(pod: Manifest, default: Mapping[str, str] = _NOTHING) -> NodeResource:
     """What its containers request together. `default`: of a container without resources."""
-    total = NodeResource()
-    for container in pod.get("spec", {}).get("containers", ()):
-        resources = container.get("resources") or {"requests": default}
-        one = _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
-        total = NodeResource(total.cpu + one.cpu, total.memory + one.memory, "", total.gpu_num + one.gpu_num)
-    return total
+    return _node_resource(cluster_resources.requested(pod, default))
 
 
-def _amounts(quantities: dict[str, Any]) -> NodeResource:
+def _node_resource(found: Mapping[str, float]) -> NodeResource:
     """Cores, memory and GPUs; devices of other kinds do not count."""
-    gpus = [node_pods.quantity(value) for name, value in quantities.items() if name.endswith("/gpu")]
-    cpu, memory = (node_pods.quantity(quantities.get(name, 0)) for name in ("cpu", "memory"))
-    return NodeResource(cpu, int(memory) >> 20, "", round(sum(gpus)))
+    gpus = sum(count for name, count in found.items() if name.endswith("/gpu"))
+    return NodeResource(found.get("cpu", 0.0), int(found.get("memory", 0)) >> 20, "", round(gpus))

@@ -45,15 +45,23 @@ MASTER_RULES = [
     _rule("", "pods", *_FOLLOW),
 ]
 """What the master of a job may do, in its namespace."""
+BRAIN = "dlrover-hooks-brain"
+BRAIN_RULES = [_rule("", "nodes", *_FOLLOW), _rule("", "pods", *_FOLLOW)]
+"""What a Brain may do that divides the cluster (`--monitor kubernetes`)."""
 
 
-def operator_objects(namespace: str, image: str, only: str | None = None) -> list[Manifest]:
-    """The operator in its namespace. `only`: the namespace whose jobs it follows; None: all of the cluster."""
+def operator_objects(
+    namespace: str, image: str, only: str | None = None, *, di_policy: str | None = None
+) -> list[Manifest]:
+    """The operator in its namespace. `only`: the namespace whose jobs it follows; None: all of the cluster.
+    `di_policy`: of `DIJob`s; None: it does not run them.
+    """
     meta = {"name": NAME, "labels": {"app.kubernetes.io/name": NAME}}
     own = meta | {"namespace": namespace}
     account = {"kind": "ServiceAccount", "name": NAME, "namespace": namespace}
     arguments = ["--lease", namespace, "--health-port", str(HEALTH_PORT), "--log-level", "info"]
     arguments += [] if only is None else ["--namespace", only]
+    arguments += [] if di_policy is None else ["--di-policy", di_policy]
     health = {"path": "/healthz", "port": HEALTH_PORT}
     container = {
         "name": "operator", "image": image, "command": ["python", "-m", "dlrover_hooks.master.operator"],
@@ -74,7 +82,7 @@ def operator_objects(namespace: str, image: str, only: str | None = None) -> lis
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": own},
-        *_role(f"{scope}Role", jobs, OPERATOR_RULES + (DI_RULES if only is None else []), account),
+        *_role(f"{scope}Role", jobs, OPERATOR_RULES + ([] if di_policy is None else DI_RULES), account),
         *_role("Role", own | {"name": f"{NAME}-leader"}, LEASE_RULES, account),
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": own, "spec": deployment},
     ]
@@ -87,6 +95,16 @@ def job_namespace_objects(namespace: str) -> list[Manifest]:
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
         *_role("Role", meta, MASTER_RULES, account),
+    ]
+
+
+def brain_objects(namespace: str) -> list[Manifest]:
+    """The account of a Brain in this namespace."""
+    meta = {"name": BRAIN, "namespace": namespace}
+    account = {"kind": "ServiceAccount", **meta}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        *_role("ClusterRole", {"name": BRAIN}, BRAIN_RULES, account),
     ]
 
 

@@ -48,8 +48,11 @@ class Cluster:
     def get(self, *arguments: str) -> dict[str, Any]:
         return json.loads(self.kubectl("get", *arguments, "-o", "json"))
 
-    def job(self, command: list[str], save_to: str = "", master: dict[str, Any] | None = None, **worker: Any) -> None:
-        """Apply `mine`. Its workers are spread over the nodes, if that is possible."""
+    def job(
+        self, command: list[str], save_to: str = "", master: dict[str, Any] | None = None,
+        spec: dict[str, Any] | None = None, **worker: Any,
+    ) -> None:  # fmt: skip
+        """Apply `mine`. Its workers are spread over the nodes, if that is possible. `spec`: more of its fields."""
         env = [{"name": "DLROVER_HOOKS_SAVE_TO", "value": save_to}] if save_to else []
         container = {"name": "main", "image": "none", "command": command, "env": env}
         spread = {
@@ -62,7 +65,7 @@ class Cluster:
             replicas["dlrover-master"] = master
         self.apply({
             "apiVersion": custom_resources.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "mine"},
-            "spec": {"replicaSpecs": replicas},
+            "spec": {"replicaSpecs": replicas} | (spec or {}),
         })  # fmt: skip
 
     @property

@@ -1,0 +1,102 @@
+"""The Brain and its cluster monitor beside real jobs: what they are told, and who plans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from dlrover_hooks.errors import KubernetesFailed
+from dlrover_hooks.kubernetes.api_server import ApiServer
+from dlrover_hooks.master.brain.database.database import Database
+from dlrover_hooks.master.brain.database.tables import cluster_sample, resource_plan
+from dlrover_hooks.master.operator import manifests
+from tests.e2e.brain_process import BrainProcess
+from tests.kubernetes.job_cluster import LONG_S, Cluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.kubernetes
+
+
+def account(cluster: Cluster) -> str:
+    """The kubeconfig file of the account that `dlrover-hooks manifest --brain` prints."""
+    cluster.apply(*manifests.brain_objects(cluster.namespace))
+    return cluster.plane.account_kubeconfig(cluster.namespace, manifests.BRAIN)
+
+
+@pytest.mark.requirement("DL-43", "DL-47")
+def test_the_brain_plans_a_job_and_sees_it_in_the_cluster(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The monitor has the account that may list nodes and Pods, and nothing else."""
+    monkeypatch.setenv("KUBECONFIG", account(cluster))
+    database = str(tmp_path / "brain.db")
+    brain = BrainProcess(tmp_path, database, "--monitor", "kubernetes")
+    try:
+        command = ["dlrover-hooks", "run", "--standby", "0", str(_waits(tmp_path))]
+        spec = {"optimizeMode": "cluster", "brainService": brain.url, "resourceLimits": {"cpu": "4", "memory": "8Gi"}}
+        cluster.job(command, spec=spec, maxReplicas=3)
+        cluster.ends("Running")
+        (worker, *_) = cluster.get("pods", "-l", "replica-type=worker")["items"]
+        planned = _values(database, sa.select(resource_plan.c.plan))
+        assert len(planned) == 1, "the first plan is the Brain's"
+        size = worker["spec"]["containers"][0]["resources"]["requests"]
+        assert size["cpu"] == str(planned[0]["node_group_resources"]["worker"]["node_resource"]["cpu"]).removesuffix(
+            ".0"
+        )
+        brain.kill()  # a monitor samples every 30 s, and as it starts
+        brain.restart()
+        newest = sa.select(cluster_sample.c.view).order_by(cluster_sample.c.at.desc(), cluster_sample.c.id.desc())
+        view = until(lambda: next((one for one in _values(database, newest) if _seen(one)), None), "the job", LONG_S,
+                     diagnostic=lambda: _values(database, newest))  # fmt: skip
+        assert (view["platform"], view["source"]) == ("kubernetes", "")
+        assert view["capacity"]["cpu"] >= 1000, "two nodes of 1000 cores, less what other Pods have"
+        (tmp_path / "done").touch()
+        cluster.ends("Succeeded")
+    finally:
+        brain.close()
+
+
+def test_a_brain_that_may_not_list_nodes_does_not_start(
+    bare_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "without-roles"
+    bare_cluster.plane.account(bare_cluster.namespace, name).close()
+    monkeypatch.setenv("KUBECONFIG", bare_cluster.plane.account_kubeconfig(bare_cluster.namespace, name))
+    command = [sys.executable, "-m", "dlrover_hooks.master.brain", "--database", str(tmp_path / "brain.db"),
+               "--monitor", "kubernetes", "--port", "0"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+    assert ended.returncode == 70
+    assert "nodes is forbidden" in ended.stderr
+    api = ApiServer(kubeconfig=account(bare_cluster))
+    try:
+        with pytest.raises(KubernetesFailed, match="forbidden"):
+            api.delete("/api/v1/nodes/n1")
+    finally:
+        api.close()
+
+
+def _waits(folder: Path) -> Path:
+    """A script that ends when the file `done` is there."""
+    script = folder / "wait.py"
+    script.write_text(
+        f"import os, threading\nwhile not os.path.exists({str(folder / 'done')!r}):\n    threading.Event().wait(0.05)\n"
+    )
+    return script
+
+
+def _seen(view: dict[str, object]) -> bool:
+    jobs = {one["job"]: one["processes"] for one in view["jobs"]}  # type: ignore[attr-defined, index]
+    return jobs.get("mine", 0) >= 2  # master and worker
+
+
+def _values(database: str, query: sa.Select) -> list:  # type: ignore[type-arg]
+    opened = Database(database)
+    try:
+        with opened.reading() as connection:
+            return list(connection.execute(query).scalars())
+    finally:
+        opened.close()
