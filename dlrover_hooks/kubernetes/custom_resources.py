@@ -3,7 +3,7 @@
 Fields and names are those of DLRover's `elastic.iml.github.io/v1alpha1`, so that its objects can be applied as they
 are. More fields here: of a job `minReplicas`, `maxReplicas`, `cleanPodPolicy` and `ttlSecondsAfterFinished`; of
 `createPods` `launch`, `attempt` and `priority`; of `removePods` `launch` and `graceSeconds`; of the status of a plan
-`triedPods` and `observedGeneration`.
+`triedPods`, `leavingPods` and `observedGeneration`.
 """
 
 from __future__ import annotations
@@ -102,6 +102,15 @@ class TriedPod(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     message: str = ""
 
 
+class LeavingPod(msgspec.Struct, frozen=True, rename="camel"):
+    """A Pod whose machine will go: its processes have `seconds` at least."""
+
+    name: str
+    launch: str
+    reason: str
+    seconds: float
+
+
 class ScalePlanStatus(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """The `status` of a `ScalePlan`. `phase`: Scaling, Succeeded, or Failed (`message` says why). Times: RFC 3339."""
 
@@ -109,6 +118,7 @@ class ScalePlanStatus(msgspec.Struct, frozen=True, rename="camel", omit_defaults
     create_time: str | None = None
     finish_time: str | None = None
     tried_pods: list[TriedPod] = []
+    leaving_pods: list[LeavingPod] = []
     observed_generation: int = 0
     message: str = ""
 
@@ -173,9 +183,11 @@ _PLAN_SPEC = _object(
     "ownerJob",
 )  # fmt: skip
 _TRIED = _object({"name": _TEXT, "launch": _TEXT, "attempt": _COUNT, "message": _TEXT})
+_LEAVING = _object({"name": _TEXT, "launch": _TEXT, "reason": _TEXT, "seconds": {"type": "number"}})
 _PLAN_STATUS = _object(
     {
         "phase": _TEXT, "message": _TEXT, "createTime": _TIME, "finishTime": _TIME, "triedPods": _list(_TRIED),
+        "leavingPods": _list(_LEAVING),
         "observedGeneration": {"type": "integer"},
     }
 )  # fmt: skip

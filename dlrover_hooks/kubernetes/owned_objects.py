@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from dlrover_hooks.kubernetes.api_server import Manifest
@@ -49,6 +49,10 @@ class OwnedObjects:
     def of(self, key: OwnerKey) -> list[Manifest]:
         """Those of this owner."""
         return list(self._found.get(key, {}).values())
+
+    def owners(self, holds: Callable[[Manifest], bool]) -> list[OwnerKey]:
+        """Those that have an object for which this holds."""
+        return [key for key, mine in self._found.items() if any(holds(one) for one in mine.values())]
 
     def every(self) -> list[Manifest]:
         """Those of all owners."""

@@ -29,6 +29,7 @@ from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec, ReplicaSpec, job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
+from dlrover_hooks.launcher.departure_notices import DepartureNotices
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import GAVE_UP, USAGE, USER_ERROR
 from dlrover_hooks.launcher.nodes.node_host import NodeHost
@@ -121,6 +122,7 @@ class ElasticJobHost:
         """The user's numbers and sizes of nodes that the master was told last."""
         self._refused = ""
         """Why the newest spec is not carried out; used by the thread of the watch alone."""
+        self._notices: DepartureNotices | None = None
         self._signal: int | None = None
         self._selector = selectors.DefaultSelector()
 
@@ -147,6 +149,7 @@ class ElasticJobHost:
                                       user_errors=(USER_ERROR, USAGE, GAVE_UP))  # fmt: skip
             log.info("job %s/%s: mode %s, %s, master at port %d", self._namespace, self._job, self._request.mode.value,
                      self._size(), listener.getsockname()[1])  # fmt: skip
+            self._notices = DepartureNotices(self._job, self._client, scaler, tasks=self._spec.has_ps)
             run = self._run_tasks if self._spec.has_ps else self._run_nodes
             code = run(scaler)
         if self._signal is not None or code in (0, ENDED):
@@ -210,6 +213,10 @@ class ElasticJobHost:
         self._services.revive()
         try:
             self._tell(self._spec)
+            if self._notices is not None:
+                self._notices.look()
+            if self._notices is not None:
+                self._notices.look()
         except MasterAway as away:  # told at the next turn
             log.warning("job %s: %s", self._job, away.message)
 

@@ -235,7 +235,7 @@ class Leave(Message, frozen=True):
 class Preempt(Message, frozen=True):
     """`node`, or one worker on it, is to be removed within `within_s`: all members of the round leave at one step.
 
-    Sent by a member or an agent of the round.
+    Sent by a member or an agent of the round, or by what starts the nodes of a planned job.
     """
 
     job: str

@@ -11,7 +11,7 @@ import msgspec
 from dlrover_hooks.errors import KubernetesFailed, Stale
 from dlrover_hooks.kubernetes import custom_resources, names, node_pods
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
-from dlrover_hooks.kubernetes.custom_resources import PodMeta, ReplicaResourceSpec, ScalePlanSpec, TriedPod
+from dlrover_hooks.kubernetes.custom_resources import LeavingPod, PodMeta, ReplicaResourceSpec, ScalePlanSpec, TriedPod
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.protocol import Node, NodeExit, ScalePlan
@@ -27,6 +27,15 @@ STARTS_AT_ONCE = 64
 """Each start waits for the operator: one `ScalePlan` has so many new Pods at most."""
 _AGAIN_S = 1.0
 _OPERATOR = "is the operator running? kubectl get pods -A -l app.kubernetes.io/name=dlrover-hooks-operator"
+
+
+class LeavingNode(msgspec.Struct, frozen=True):
+    """A node whose machine will go: it has `seconds` at least."""
+
+    node: Node
+    launch: int
+    reason: str
+    seconds: float
 
 
 class ElasticJobScaler(PodWatchingScaler):
@@ -61,6 +70,8 @@ class ElasticJobScaler(PodWatchingScaler):
         """By launch."""
         self._exist, self._failed = set[int](), dict[str, TriedPod]()
         """Launches of which there is, or was, a Pod; failures by the annotation of their launch."""
+        self._leaving = dict[str, LeavingPod]()
+        """By the annotation of their launch."""
         self._attempts = 0
         self._ps_hosts: list[str] = []
         self._edition, self._written, self._began = 0, -1, False
@@ -83,6 +94,15 @@ class ElasticJobScaler(PodWatchingScaler):
             with self._changed:
                 self._ps_hosts = list(plan.ps_addrs)
                 self._edit()
+
+    def leaving_nodes(self) -> list[LeavingNode]:
+        """Nodes that live, and will go with their machine."""
+        with self._changed:
+            return [
+                LeavingNode(one.node(), launch, told.reason, told.seconds)
+                for launch, one in self._wanted.items()
+                if (told := self._leaving.get(one.launch)) is not None
+            ]
 
     def leave(self) -> None:
         """See `PodWatchingScaler`. The plan stays as it was written last."""
@@ -177,6 +197,7 @@ class ElasticJobScaler(PodWatchingScaler):
         status = custom_resources.plan_status(change.manifest)
         with self._changed:
             self._failed = {one.launch: one for one in status.tried_pods if one.message}
+            self._leaving = {one.launch: one for one in status.leaving_pods}
             self._changed.notify_all()
 
     def _write_plans(self) -> None:

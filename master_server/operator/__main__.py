@@ -94,7 +94,7 @@ def command(
                 if not leader.campaign(ending, _Told(leader)):
                     return
             masters = MasterOptions(master_port, master_image, master_account)
-            parts: list[Operator | DIJobController] = [Operator(api, namespace, masters)]
+            parts: list[Operator | DIJobController] = [Operator(api, namespace, masters, nodes=namespace is None)]
             if di_policy is not None:
                 allocator, period_s = Allocator(DI_POLICIES[di_policy]()), seconds(di_period, name="--di-period")
                 parts.append(DIJobController(api, allocator, namespace, server_url=di_server, period_s=period_s))

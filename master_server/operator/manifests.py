@@ -34,9 +34,10 @@ DI_RULES = [
     _rule(di_job_resource.GROUP, di_job_resource.DI_JOBS, *_FOLLOW),
     _rule(di_job_resource.GROUP, f"{di_job_resource.DI_JOBS}/status", "patch"),
     _rule(di_job_resource.GROUP, f"{di_job_resource.DI_JOBS}/finalizers", "update"),
-    _rule("", "nodes", *_FOLLOW),
 ]
-"""What it may do besides, to run `DIJob`s. Nodes and their Pods belong to the whole cluster."""
+"""What it may do besides, to run `DIJob`s."""
+NODE_RULES = [_rule("", "nodes", *_FOLLOW)]
+"""To tell which Pods will go with a node, and to place `DIJob`s: not for one namespace alone."""
 LEASE_RULES = [_rule("coordination.k8s.io", "leases", "get", "create", "update")]
 """In its own namespace: of several operators one works."""
 MASTER_RULES = [
@@ -78,11 +79,12 @@ def operator_objects(
         "template": {"metadata": {"labels": meta["labels"]}, "spec": pod},
     }  # fmt: skip
     scope = "Cluster" if only is None else ""
+    rules = OPERATOR_RULES + ([] if di_policy is None else DI_RULES) + (NODE_RULES if only is None else [])
     jobs = meta if only is None else meta | {"namespace": only}
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": own},
-        *_role(f"{scope}Role", jobs, OPERATOR_RULES + ([] if di_policy is None else DI_RULES), account),
+        *_role(f"{scope}Role", jobs, rules, account),
         *_role("Role", own | {"name": f"{NAME}-leader"}, LEASE_RULES, account),
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": own, "spec": deployment},
     ]

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,6 +18,7 @@ from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.custom_resources import PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
 from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
+from dlrover_hooks.kubernetes.node_departures import NodeDeparture, departure
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.kubernetes.owned_objects import OwnedObjects, OwnerKey, keep, key_of
 from dlrover_hooks.kubernetes.pod_status import pod_end
@@ -25,7 +27,14 @@ from dlrover_hooks.master.operator import job_objects, manual_scaling
 from dlrover_hooks.master.operator.job_masters import JobMasters
 from dlrover_hooks.master.operator.job_objects import MasterOptions
 from dlrover_hooks.master.operator.job_status import JobSituation
-from dlrover_hooks.master.operator.scale_plan_actions import CreatePod, DeletePod, next_status, pod_actions, unreported
+from dlrover_hooks.master.operator.scale_plan_actions import (
+    CreatePod,
+    DeletePod,
+    leaving_pods,
+    next_status,
+    pod_actions,
+    unreported,
+)
 
 log = logging.getLogger("dlrover_hooks.operator")
 WORKERS, REQUESTS = 4, 16
@@ -57,6 +66,7 @@ class Operator:
         api: the cluster.
         namespace: only its jobs; None: of the whole cluster.
         masters: how the Pods of masters are made.
+        nodes: follow the nodes of the cluster, and tell masters which of their Pods will go with one.
 
     Threads: its own. `start` raises `KubernetesFailed` if the cluster does not list what is needed: its definitions
     are not installed, or this account may not.
@@ -68,6 +78,7 @@ class Operator:
         namespace: str | None = None,
         masters: MasterOptions | None = None,
         *,
+        nodes: bool = False,
         resync_s: float = RESYNC_S,
     ) -> None:
         self._api, self._masters = api, JobMasters(api, masters or MasterOptions())
@@ -77,6 +88,8 @@ class Operator:
         self._plans, self._pods, self._services = (OwnedObjects("ElasticJob") for _ in range(3))
         self._manual = OwnedObjects("ElasticJob")
         """Plans of users."""
+        self._departures = dict[str, NodeDeparture]()
+        """By the name of the node."""
         custom = f"/apis/{custom_resources.API_VERSION}"
         at = "" if namespace is None else f"/namespaces/{namespace}"
         self._watches = [
@@ -85,6 +98,8 @@ class Operator:
             ListWatch(api, f"/api/v1{at}/pods", self._pod_changed, label_selector=_OURS),
             ListWatch(api, f"/api/v1{at}/services", self._service_changed, label_selector=_MASTERS),
         ]  # fmt: skip
+        if nodes:
+            self._watches.insert(0, ListWatch(api, "/api/v1/nodes", self._node_changed))
         self._requests, self._busy = deque[_Request](), dict[OwnerKey, set[str]]()
         """Not begun yet; names of Pods for which there is one, or one is under way."""
         self._tried = dict[OwnerKey, list[TriedPod]]()
@@ -139,6 +154,19 @@ class Operator:
 
     def _pod_changed(self, change: ObjectChange) -> None:
         self._take(self._pods, change)
+
+    def _node_changed(self, change: ObjectChange) -> None:
+        name, found = change.manifest["metadata"]["name"], None if change.deleted else departure(change.manifest)
+        with self._changed:
+            if self._departures.get(name) == found:
+                return
+            if found is None:
+                del self._departures[name]
+            else:
+                self._departures[name] = found
+            jobs = self._pods.owners(lambda pod: pod["spec"].get("nodeName") == name)
+        for key in jobs:
+            self._loop.add(key)
 
     def _service_changed(self, change: ObjectChange) -> None:
         self._take(self._services, change)
@@ -218,7 +246,7 @@ class Operator:
                 tried = self._tried[key] = unreported(plan_spec, status, self._tried.get(key, ()))
             known = msgspec.structs.replace(status, tried_pods=status.tried_pods + tried)
             over = self._follow(key, found, plan_spec, known, url)
-            self._report(plan, plan_spec, status, tried, over=over)
+            self._report(plan, plan_spec, status, tried, found.nodes, over=over)
 
     def _follow(
         self, key: OwnerKey, found: JobSituation, spec: ScalePlanSpec, status: ScalePlanStatus, url: str | None
@@ -316,15 +344,21 @@ class Operator:
                 raise
 
     def _report(
-        self, plan: Manifest, spec: ScalePlanSpec, status: ScalePlanStatus, tried: list[TriedPod], *, over: bool
-    ) -> None:
+        self, plan: Manifest, spec: ScalePlanSpec, status: ScalePlanStatus, tried: list[TriedPod],
+        pods: Sequence[Manifest], *, over: bool,
+    ) -> None:  # fmt: skip
         meta = plan["metadata"]
         now = timestamps.utc_now()
-        found = next_status(spec, status, meta["generation"], tried, now, over=over)
+        with self._changed:
+            departures = dict(self._departures)
+        leaving = leaving_pods(pods, departures)
+        found = next_status(spec, status, meta["generation"], tried, now, over=over, leaving=leaving)
         if found == status:
             return
         path = f"{custom_resources.path(meta['namespace'], custom_resources.SCALE_PLANS)}/{meta['name']}"
-        self._patch_plan_status(path, {"triedPods": [], "finishTime": None} | msgspec.to_builtins(found))
+        self._patch_plan_status(
+            path, {"triedPods": [], "leavingPods": [], "finishTime": None} | msgspec.to_builtins(found)
+        )
 
     def _patch_plan_status(self, path: str, status: Manifest) -> None:
         """Raises KubernetesFailed."""

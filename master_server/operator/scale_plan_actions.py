@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.kubernetes.custom_resources import PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.custom_resources import LeavingPod, PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.node_departures import NodeDeparture, seconds_left
 from dlrover_hooks.kubernetes.node_pods import launch_of, pod_name
 from dlrover_hooks.kubernetes.pod_status import pod_end
 
@@ -62,14 +63,16 @@ def pod_actions(
 
 
 def next_status(
-    spec: ScalePlanSpec, status: ScalePlanStatus, generation: int, tried: Iterable[TriedPod], now: str, *, over: bool
-) -> ScalePlanStatus:
+    spec: ScalePlanSpec, status: ScalePlanStatus, generation: int, tried: Iterable[TriedPod], now: str, *, over: bool,
+    leaving: Iterable[LeavingPod] = (),
+) -> ScalePlanStatus:  # fmt: skip
     """The status after these Pods were tried, too.
 
     Args:
         generation: of the plan.
         now: RFC 3339.
         over: there was nothing to do: the Pods are as planned.
+        leaving: Pods whose machine will go.
     """
     wanted = {one.launch for one in spec.create_pods}
     known = {one.launch: one for one in (*status.tried_pods, *tried)}
@@ -81,8 +84,21 @@ def next_status(
         create_time=begun,
         finish_time=ended if over else None,
         tried_pods=[one for launch, one in known.items() if launch in wanted],
+        leaving_pods=list(leaving),
         observed_generation=generation,
     )
+
+
+def leaving_pods(pods: Iterable[Manifest], departures: Mapping[str, NodeDeparture]) -> list[LeavingPod]:
+    """Those that live on a machine that will go. `departures`: by the name of the machine."""
+    found = list[LeavingPod]()
+    for pod in sorted(pods, key=lambda one: one["metadata"]["name"]):
+        departure = departures.get(pod["spec"].get("nodeName", ""))
+        if departure is None or pod_end(pod) is not None or "deletionTimestamp" in pod["metadata"]:
+            continue
+        if (seconds := seconds_left(pod, departure)) is not None:
+            found.append(LeavingPod(pod["metadata"]["name"], launch_of(pod), departure.reason, seconds))
+    return found
 
 
 def unreported(spec: ScalePlanSpec, status: ScalePlanStatus, tried: Iterable[TriedPod]) -> list[TriedPod]:

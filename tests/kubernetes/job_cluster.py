@@ -32,8 +32,10 @@ class Cluster:
         self._api = ApiServer(kubeconfig=self.kubeconfig)
         self._operator: Operator | None = None
 
-    def start_operator(self) -> None:
-        self._operator = Operator(self._api, self.namespace, MasterOptions(port=self.port))
+    def start_operator(self, *, nodes: bool = False) -> None:
+        """`nodes`: it follows them, with the rights of an operator of the whole cluster."""
+        api = self.plane.api if nodes else self._api
+        self._operator = Operator(api, self.namespace, MasterOptions(port=self.port), nodes=nodes)
         self._operator.start()
 
     def apply(self, *objects: dict[str, Any]) -> None:

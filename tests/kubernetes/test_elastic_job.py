@@ -40,6 +40,20 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(script.weights, weights_only=True)
 
 
+def trains(cluster: Cluster, script: TrainedScript, world: int, without: str = "") -> None:
+    """Wait until a step is made by so many workers, all of which are other nodes than `without`."""
+    seen = len(script.rows())
+
+    def made() -> bool:
+        nodes: dict[int, set[str]] = {}
+        for row in script.rows()[seen:]:
+            if row["world"] == world:
+                nodes.setdefault(row["step"], set()).add(row["node"])
+        return any(len(found) == world and without not in found for found in nodes.values())
+
+    until(made, f"a world of {world}", LONG_S, diagnostic=cluster.said)
+
+
 @pytest.mark.requirement("DL-41", "DL-42", "DL-44", "DL-45", "DL-54")
 def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cluster, tmp_path: Path) -> None:
     """1 -> 3 -> 2 by kubectl; a Pod is deleted, a node is drained, the master is killed, all while it trains."""
@@ -48,24 +62,11 @@ def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cl
     master = {"template": {"spec": {"containers": [{"env": [journal]}]}}}
     cluster.job(script.command, str(tmp_path / "saved"), master, replicas=1)
 
-    def trains(world: int, without: str = "") -> None:
-        """Wait until a step is made by so many workers, all of which are other nodes than `without`."""
-        seen = len(script.rows())
-
-        def made() -> bool:
-            nodes: dict[int, set[str]] = {}
-            for row in script.rows()[seen:]:
-                if row["world"] == world:
-                    nodes.setdefault(row["step"], set()).add(row["node"])
-            return any(len(found) == world and without not in found for found in nodes.values())
-
-        until(made, f"a world of {world}", LONG_S, diagnostic=cluster.said)
-
-    trains(1)
+    trains(cluster, script, 1)
     cluster.kubectl("scale", "elasticjob/mine", "--replicas=3")
-    trains(3)
+    trains(cluster, script, 3)
     cluster.kubectl("delete", "pod", "mine-worker-1", "--wait=false")
-    trains(3, without="worker-1")
+    trains(cluster, script, 3, without="worker-1")
     first = cluster.get("pod", "mine-master")["metadata"]["uid"]
     os.kill(cluster.plane.kubelet.pid(cluster.namespace, "mine-master"), signal.SIGKILL)
 
@@ -74,20 +75,42 @@ def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cl
         return [pod["status"]["phase"] for pod in found if pod["metadata"]["uid"] != first] == ["Running"]
 
     until(another_master, "another master", LONG_S, diagnostic=cluster.said)
-    trains(3)
+    trains(cluster, script, 3)
     try:
         cluster.kubectl("drain", "n1", "--force", "--pod-selector=elasticjob-name=mine")
-        trains(3)
+        trains(cluster, script, 3)
     finally:
         cluster.kubectl("uncordon", "n1")
     cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
-    trains(2)
+    trains(cluster, script, 2)
     script.hurry()
     cluster.ends("Succeeded")
     script.check_samples()
     weights, expected = torch.load(script.weights, weights_only=True), undisturbed(tmp_path / "alone")
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_workers_leave_a_node_that_is_cordoned_before_their_pods_are_ended(
+    bare_cluster: Cluster, tmp_path: Path
+) -> None:
+    """The operator tells the master, the master the workers: they leave at one step, and nobody deletes their Pod."""
+    cluster, script = bare_cluster, TrainedScript(tmp_path)
+    cluster.start_operator(nodes=True)
+    cluster.job(script.command, str(tmp_path / "saved"), replicas=2)
+    trains(cluster, script, 2)
+    (gone,) = [one["metadata"]["name"] for one in cluster.get("pods", "-l", "replica-type=worker")["items"]
+               if one["spec"]["nodeName"] == "n1"]  # fmt: skip
+    try:
+        cluster.kubectl("cordon", "n1")
+        trains(cluster, script, 2, without=gone.removeprefix("mine-"))
+        (container,) = cluster.get("pod", gone)["status"]["containerStatuses"]
+        assert container["state"]["terminated"]["exitCode"] == 75, "it ended by itself"
+    finally:
+        cluster.kubectl("uncordon", "n1")
+    script.hurry()
+    cluster.ends("Succeeded")
+    script.check_samples()
 
 
 def waiting(folder: Path) -> list[str]:

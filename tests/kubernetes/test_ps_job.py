@@ -136,6 +136,27 @@ def test_servers_come_and_go_and_a_master_is_lost_and_each_shard_is_applied_once
     assert job.versions() == {1, 2, 3, 4}
 
 
+def test_a_server_on_a_node_that_is_cordoned_is_migrated_and_no_step_is_lost(
+    bare_cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster = bare_cluster
+    cluster.start_operator(nodes=True)
+    job = PSJob(cluster, tmp_path, {"samples": 2 * SHARDS, "size": 2, "holds": [100]})
+    job.row("holds", 100)
+    (name,) = job.live("ps")
+    machine = cluster.get("pod", name)["spec"]["nodeName"]
+    try:
+        cluster.kubectl("cordon", machine)
+        job.announced(2)
+        job.release(100)
+        job.has("ps", 1, without=frozenset({name}))
+    finally:
+        cluster.kubectl("uncordon", machine)
+    job.check()
+    steps = [row["step"] for row in json_lines(job.lives) if "step" in row]
+    assert steps == list(range(1, SHARDS + 1))
+
+
 def test_a_stopped_server_is_killed_and_replaced(cluster: Cluster, tmp_path: Path) -> None:
     """It does not answer, so nothing but its Pod says that it is there."""
     job = PSJob(cluster, tmp_path, {"samples": 2 * SHARDS, "size": 2, "holds": [100, 200]})

@@ -19,9 +19,9 @@ from dlrover_hooks.protocol import AwaitParting, Hold, Parting, Phase, Preempt
 
 def preempt(job: Job, event: Preempt, now: float, effects: Effects) -> Parting:
     """A node of the round is preempted. Members are notified on their liveness connections, and in the reply to their
-    next heartbeat. Raises Stale.
+    next heartbeat. Raises Stale, unless the job is planned: what starts its nodes is no member.
     """
-    if not knows(job, event.incarnation):
+    if job.scaling is None and not knows(job, event.incarnation):
         raise Stale(f"Incarnation {event.incarnation!r} is in no round of job {job.name!r}.", hint=REJOIN)
     if not _stands(job):
         return Parting()

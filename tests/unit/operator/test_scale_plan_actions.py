@@ -6,9 +6,10 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from dlrover_hooks.kubernetes.custom_resources import PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.custom_resources import LeavingPod, PodMeta, ScalePlanSpec, ScalePlanStatus, TriedPod
+from dlrover_hooks.kubernetes.node_departures import NodeDeparture
 from dlrover_hooks.kubernetes.node_pods import node_pod
-from dlrover_hooks.master.operator.scale_plan_actions import next_status, pod_actions, unreported
+from dlrover_hooks.master.operator.scale_plan_actions import leaving_pods, next_status, pod_actions, unreported
 from dlrover_hooks.protocol import Node, NodeType
 
 TEMPLATE = {"spec": {"containers": [{"name": "main"}]}}
@@ -76,7 +77,7 @@ def test_the_status_tells_what_was_tried_and_when_the_plan_was_carried_out() -> 
     spec = plan(entry(0), entry(1))
     tried = [TriedPod("worker-0", "s/0", 1), TriedPod("worker-1", "s/1", 1, "no quota"), TriedPod("worker-9", "s/9", 1)]
     first = next_status(spec, NEW, 1, tried, "10:00", over=False)
-    assert first == ScalePlanStatus("Scaling", "10:00", None, tried[:2], 1)
+    assert first == ScalePlanStatus("Scaling", "10:00", None, tried[:2], observed_generation=1)
     assert unreported(spec, NEW, tried) == tried[:2]
     assert unreported(spec, first, [*tried, TriedPod("worker-1", "s/1", 2)]) == [TriedPod("worker-1", "s/1", 2)]
     over = next_status(spec, first, 1, [], "10:01", over=True)
@@ -114,3 +115,18 @@ def test_after_a_few_rounds_the_pods_are_as_planned(
     ended = {f"job-worker-{number}" for number, (launch, phase) in present.items()
              if phase == "Failed" and wanted.get(number) == launch}  # fmt: skip
     assert running == {f"job-worker-{number}" for number in wanted} - ended
+
+
+def test_pods_whose_machine_will_go_are_told_unless_they_end_or_may_stay() -> None:
+    leaves = NodeDeparture("node n1 is drained")
+    there, ended, going, elsewhere = (pod(entry(number)) for number in range(4))
+    for one in (there, ended, going):
+        one["spec"]["nodeName"] = "n1"
+    elsewhere["spec"]["nodeName"] = "n2"
+    ended["status"]["phase"] = "Failed"
+    going["metadata"]["deletionTimestamp"] = "now"
+    found = leaving_pods([there, ended, going, elsewhere], {"n1": leaves})
+    assert found == [LeavingPod("job-worker-0", "s/0", "node n1 is drained", 30.0)]
+    told = next_status(plan(entry(0)), NEW, 1, [], "10:00", over=True, leaving=found)
+    assert told.leaving_pods == found
+    assert next_status(plan(entry(0)), told, 1, [], "10:01", over=True).leaving_pods == []
