@@ -38,7 +38,7 @@ class ListWatch:
     """
 
     def __init__(self, api: ApiServer, path: str, changed: Callable[[ObjectChange], object], **query: str) -> None:
-        self._api, self._path, self._changed, self._query = api, path, changed, query
+        self._api, self.path, self.changed, self.query = api, path, changed, query
         self._cache, self._lock = ObjectCache(), threading.Lock()
         self._stream: urllib3.BaseHTTPResponse | None = None
         self._answered = threading.Event()
@@ -85,7 +85,7 @@ class ListWatch:
     def _met(self, error: KubernetesFailed, *, warn: bool) -> None:
         if error.code == GONE:
             self._cache.version = ""
-            log.info("%s: the watch has a gap; listing again", self._path)
+            log.info("%s: the watch has a gap; listing again", self.path)
             return
         if not self.lists:
             self._refusal = error
@@ -97,17 +97,17 @@ class ListWatch:
     def _list(self) -> None:
         found, more, version = list[dict[str, Any]](), None, ""
         while more is None or more:
-            page = self._api.get(self._path, limit=PAGE, _continue=more, **self._query)
+            page = self._api.get(self.path, limit=PAGE, _continue=more, **self.query)
             found += page["items"]
             version, more = page["metadata"]["resourceVersion"], page["metadata"].get("continue", "")
         for change in self._cache.listed(found, version):
-            self._changed(change)
+            self.changed(change)
         self.lists += 1
         self._answered.set()
 
     def _watch(self) -> None:
         with self._api.watch(
-            self._path, self._cache.version, WATCH_S, allow_watch_bookmarks=True, **self._query
+            self.path, self._cache.version, WATCH_S, allow_watch_bookmarks=True, **self.query
         ) as stream:
             with self._lock:
                 self._stream = stream
@@ -125,10 +125,10 @@ class ListWatch:
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:
                     if (change := self._cache.watched(json.loads(line))) is not None:
-                        self._changed(change)
+                        self.changed(change)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             if not self._thread.stopping.is_set():
-                raise KubernetesFailed(f"The watch of {self._path} broke off ({type(error).__name__}).") from error
+                raise KubernetesFailed(f"The watch of {self.path} broke off ({type(error).__name__}).") from error
 
     def _interrupt(self) -> None:
         with self._lock:

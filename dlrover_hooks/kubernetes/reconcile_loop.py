@@ -31,10 +31,14 @@ class ReconcileLoop(Generic[K]):
         name: of the threads, and of the keys in the log, such as "job".
         workers: so many keys are worked on at the same time.
         resync_s: each key is worked on again after so long, without a change.
+        clock: seconds.
     """
 
-    def __init__(self, reconcile: Callable[[K], bool], name: str, *, workers: int, resync_s: float) -> None:
-        self._reconcile, self._name = reconcile, name
+    def __init__(
+        self, reconcile: Callable[[K], bool], name: str, *, workers: int, resync_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._reconcile, self._name, self._clock = reconcile, name, clock
         self._changed, self._queue, self._over = threading.Condition(), WorkQueue[K](resync_s), False
         self._threads = [
             BackgroundThread(f"dlrover-hooks-{name}-{number}", self._run, where=name, again_s=_AGAIN_S)
@@ -42,9 +46,9 @@ class ReconcileLoop(Generic[K]):
         ]
 
     def add(self, key: K, at: float = 0.0) -> None:
-        """Work on this key now, or at this time of the monotonic clock. Any thread."""
+        """Work on this key now, or at this time of the clock. Any thread."""
         with self._changed:
-            self._queue.add(key, max(at, time.monotonic()))
+            self._queue.add(key, max(at, self._clock()))
             self._changed.notify_all()
 
     def start(self) -> None:
@@ -65,27 +69,38 @@ class ReconcileLoop(Generic[K]):
         for thread in self._threads:
             thread.stop()
 
+    def work(self) -> float:
+        """Without `start`: work on this thread on all keys that are due. Returns when the next one is."""
+        while True:
+            with self._changed:
+                if (key := self._queue.take(self._clock())) is None:
+                    return self._queue.due()
+            self._work_on(key)
+
     def _run(self) -> None:
         while (key := self._next()) is not None:
-            known, failed = True, True
-            try:
-                known = self._reconcile(key)
-                failed = False
-            except (KubernetesFailed, msgspec.ValidationError) as error:
-                log.warning("%s %s: %s Trying again.", self._name, key, error)
-            finally:
-                with self._changed:
-                    if failed:
-                        self._queue.failed(key, time.monotonic())
-                    else:
-                        self._queue.done(key, time.monotonic(), known=known)
-                    self._changed.notify_all()
+            self._work_on(key)
+
+    def _work_on(self, key: K) -> None:
+        known, failed = True, True
+        try:
+            known = self._reconcile(key)
+            failed = False
+        except (KubernetesFailed, msgspec.ValidationError) as error:
+            log.warning("%s %s: %s Trying again.", self._name, key, error)
+        finally:
+            with self._changed:
+                if failed:
+                    self._queue.failed(key, self._clock())
+                else:
+                    self._queue.done(key, self._clock(), known=known)
+                self._changed.notify_all()
 
     def _next(self) -> K | None:
         """The next key; None: the loop is stopped."""
         with self._changed:
             while not self._over:
-                now = time.monotonic()
+                now = self._clock()
                 if (key := self._queue.take(now)) is not None:
                     return key
                 self._changed.wait(min(max(0.0, self._queue.due() - now), _LONGEST_WAIT_S))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,6 +54,7 @@ class DIJobController:
         namespace: only its jobs; None: of the whole cluster.
         server_url: of the di-server, for the Pods.
         period_s: all preemptible jobs are scheduled so often.
+        clock: seconds.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DIJobController:
         server_url: str = "",
         period_s: float = PERIOD_S,
         resync_s: float = RESYNC_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api, self._allocator, self._server_url, self._period_s = api, allocator, server_url, period_s
         self._lock = threading.Lock()
@@ -70,7 +74,7 @@ class DIJobController:
         self._pods, self._services = OwnedObjects("DIJob"), OwnedObjects("DIJob")
         self._others = dict[str, Manifest]()
         """Pods that are none of a preemptible job, by uid: what they request is taken."""
-        self._loop = ReconcileLoop[OwnerKey](self._reconcile, "DIJob", workers=WORKERS, resync_s=resync_s)
+        self._loop = ReconcileLoop[OwnerKey](self._reconcile, "DIJob", workers=WORKERS, resync_s=resync_s, clock=clock)
         self._requests = ThreadPoolExecutor(REQUESTS, thread_name_prefix="dlrover-hooks-di-pods")
         self._scheduling = BackgroundThread(
             "dlrover-hooks-scheduling", self._schedule_all, where="DIJobs", again_s=_AGAIN_S
@@ -78,7 +82,7 @@ class DIJobController:
         at = "" if namespace is None else f"/namespaces/{namespace}"
         mine = f"{replicas.OPERATOR_LABEL}={names.OPERATOR}"
         jobs = f"/apis/{di_job_resource.API_VERSION}{at}/{di_job_resource.DI_JOBS}"
-        self._watches = [
+        self.watches = [
             ListWatch(api, "/api/v1/nodes", self._node_changed),
             ListWatch(api, jobs, self._job_changed),
             ListWatch(api, "/api/v1/pods", self._pod_changed),
@@ -88,7 +92,7 @@ class DIJobController:
     def start(self) -> None:
         """List everything, and begin. Raises `KubernetesFailed` if the cluster does not list what is needed."""
         try:
-            for watch in self._watches:
+            for watch in self.watches:
                 watch.start(LIST_S)
         except KubernetesFailed:
             self.stop()
@@ -98,12 +102,12 @@ class DIJobController:
 
     def check(self) -> None:
         """Raise what a thread met since the last call."""
-        for one in (*self._watches, self._loop, self._scheduling):
+        for one in (*self.watches, self._loop, self._scheduling):
             one.check()
 
     def stop(self) -> None:
         """End the threads. Jobs and Pods stay as they are. Idempotent."""
-        for one in (*self._watches, self._scheduling, self._loop):
+        for one in (*self.watches, self._scheduling, self._loop):
             one.stop()
         self._requests.shutdown(cancel_futures=True)
 
@@ -207,14 +211,22 @@ class DIJobController:
             self._write(job, msgspec.structs.replace(status, allocation=found), "Allocated", "", pods)
         return bool(found)
 
+    def work(self) -> float:
+        """Without `start`: look on this thread at all jobs that are due. Returns when more are, on the clock."""
+        return self._loop.work()
+
+    def schedule(self) -> None:
+        """Place all preemptible jobs. Called once in each period; without `start`, by the caller."""
+        jobs, nodes = self._view()
+        before = {name: allocation for name, (_, allocation) in jobs.items()}
+        found = self._allocator.allocate_all({name: info for name, (info, _) in jobs.items()}, nodes, before)
+        for name, allocation in found.items():
+            if allocation != before[name]:
+                self._reallocate(name, before[name], allocation)
+
     def _schedule_all(self) -> None:
         while not self._scheduling.stopping.wait(self._period_s):
-            jobs, nodes = self._view()
-            before = {name: allocation for name, (_, allocation) in jobs.items()}
-            found = self._allocator.allocate_all({name: info for name, (info, _) in jobs.items()}, nodes, before)
-            for name, allocation in found.items():
-                if allocation != before[name]:
-                    self._reallocate(name, before[name], allocation)
+            self.schedule()
 
     def _reallocate(self, name: str, before: tuple[str, ...], allocation: tuple[str, ...]) -> None:
         namespace, _, job_name = name.partition("/")

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -67,6 +67,7 @@ class Operator:
         namespace: only its jobs; None: of the whole cluster.
         masters: how the Pods of masters are made.
         nodes: follow the nodes of the cluster, and tell masters which of their Pods will go with one.
+        clock: seconds.
 
     Threads: its own. `start` raises `KubernetesFailed` if the cluster does not list what is needed: its definitions
     are not installed, or this account may not.
@@ -80,10 +81,12 @@ class Operator:
         *,
         nodes: bool = False,
         resync_s: float = RESYNC_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._api, self._masters = api, JobMasters(api, masters or MasterOptions())
+        self._api, self._clock = api, clock
+        self._masters = JobMasters(api, masters or MasterOptions())
         self._changed = threading.Condition()
-        self._loop = ReconcileLoop[OwnerKey](self._reconcile, "job", workers=WORKERS, resync_s=resync_s)
+        self._loop = ReconcileLoop[OwnerKey](self._reconcile, "job", workers=WORKERS, resync_s=resync_s, clock=clock)
         self._jobs = dict[OwnerKey, Manifest]()
         self._plans, self._pods, self._services = (OwnedObjects("ElasticJob") for _ in range(3))
         self._manual = OwnedObjects("ElasticJob")
@@ -92,14 +95,14 @@ class Operator:
         """By the name of the node."""
         custom = f"/apis/{custom_resources.API_VERSION}"
         at = "" if namespace is None else f"/namespaces/{namespace}"
-        self._watches = [
+        self.watches = [
             ListWatch(api, f"{custom}{at}/{custom_resources.ELASTIC_JOBS}", self._job_changed),
             ListWatch(api, f"{custom}{at}/{custom_resources.SCALE_PLANS}", self._plan_changed),
             ListWatch(api, f"/api/v1{at}/pods", self._pod_changed, label_selector=_OURS),
             ListWatch(api, f"/api/v1{at}/services", self._service_changed, label_selector=_MASTERS),
         ]  # fmt: skip
         if nodes:
-            self._watches.insert(0, ListWatch(api, "/api/v1/nodes", self._node_changed))
+            self.watches.insert(0, ListWatch(api, "/api/v1/nodes", self._node_changed))
         self._requests, self._busy = deque[_Request](), dict[OwnerKey, set[str]]()
         """Not begun yet; names of Pods for which there is one, or one is under way."""
         self._tried = dict[OwnerKey, list[TriedPod]]()
@@ -113,7 +116,7 @@ class Operator:
     def start(self) -> None:
         """List everything, and begin."""
         try:
-            for watch in self._watches:
+            for watch in self.watches:
                 watch.start(LIST_S)
         except KubernetesFailed:
             self.stop()
@@ -124,7 +127,7 @@ class Operator:
 
     def check(self) -> None:
         """Raise what a thread met since the last call."""
-        for one in (*self._watches, self._loop, *self._threads):
+        for one in (*self.watches, self._loop, *self._threads):
             one.check()
 
     def stop(self) -> None:
@@ -132,7 +135,7 @@ class Operator:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-        for one in (*self._watches, self._loop, *self._threads):
+        for one in (*self.watches, self._loop, *self._threads):
             one.stop()
 
     # ---- what there is ----------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class Operator:
             [one for one in kind if node_pods.is_owned(one, owner)] for kind in (plans, pods, services)
         )
         found = _situation(job, pods)
-        again = self._masters.reconcile(found, next(iter(services), None), time.monotonic())
+        again = self._masters.reconcile(found, next(iter(services), None), self._clock())
         if again < math.inf:
             self._loop.add(key, again)
         for plan in manual:
@@ -271,6 +274,15 @@ class Operator:
 
     # ---- Pods -------------------------------------------------------------------------------------------------------
 
+    def work(self) -> float:
+        """Without `start`: do on this thread all that is due. Returns when more is, on the clock."""
+        due = self._loop.work()
+        while self._requests:
+            while self._requests:
+                self._change_pod(self._requests.popleft())
+            due = self._loop.work()
+        return due
+
     def _change_pods(self) -> None:
         while True:
             with self._changed:
@@ -278,24 +290,27 @@ class Operator:
                 if self._over:
                     return
                 request = self._requests.popleft()
-            key = request.job["metadata"]["namespace"], request.job["metadata"]["name"]
-            tried, at = None, time.monotonic()
-            try:
-                if isinstance(request.action, CreatePod):
-                    tried = self._create(request, request.action)
-                else:
-                    self._delete(request.action)
-            except KubernetesFailed as error:
-                log.warning("job %s/%s: Pod %s: %s Trying again.", *key, request.name, error.message)
-                at += _AGAIN_S
-            finally:
-                with self._changed:
-                    self._busy[key].discard(request.name)
-                    if not self._busy[key]:
-                        del self._busy[key]
-                    if tried is not None:
-                        self._tried.setdefault(key, []).append(tried)
-                self._loop.add(key, at)
+            self._change_pod(request)
+
+    def _change_pod(self, request: _Request) -> None:
+        key = request.job["metadata"]["namespace"], request.job["metadata"]["name"]
+        tried, at = None, self._clock()
+        try:
+            if isinstance(request.action, CreatePod):
+                tried = self._create(request, request.action)
+            else:
+                self._delete(request.action)
+        except KubernetesFailed as error:
+            log.warning("job %s/%s: Pod %s: %s Trying again.", *key, request.name, error.message)
+            at += _AGAIN_S
+        finally:
+            with self._changed:
+                self._busy[key].discard(request.name)
+                if not self._busy[key]:
+                    del self._busy[key]
+                if tried is not None:
+                    self._tried.setdefault(key, []).append(tried)
+            self._loop.add(key, at)
 
     def _create(self, request: _Request, action: CreatePod) -> TriedPod:
         """Raises KubernetesFailed if it is not known whether it was created, or it may be later."""
