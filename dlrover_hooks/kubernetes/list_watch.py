@@ -124,11 +124,18 @@ class ListWatch:
             for part in stream.stream(1 << 16):
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:
-                    if (change := self._cache.watched(json.loads(line))) is not None:
+                    if (change := self._cache.watched(self._decoded(line))) is not None:
                         self.changed(change)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             if not self._thread.stopping.is_set():
                 raise KubernetesFailed(f"The watch of {self.path} broke off ({type(error).__name__}).") from error
+
+    def _decoded(self, line: bytes) -> dict[str, Any]:
+        """Raises KubernetesFailed: the change is told again by the next watch."""
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise KubernetesFailed(f"The watch of {self.path} sent what is no JSON ({error}).") from error
 
     def _interrupt(self) -> None:
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -31,19 +33,22 @@ class WorkQueue(Generic[K]):
     def __init__(self, resync_s: float, retries: WorkRetries | None = None) -> None:
         self._resync_s, self._retries = resync_s, retries or WorkRetries()
         self._due: dict[K, float] = {}
+        self._heap = list[tuple[float, int, K]]()
+        """The times of `_due`, and older ones, which do not count any more; without keys that are worked on."""
+        self._numbers = itertools.count()
         self._working: set[K] = set()
         self._failures: dict[K, int] = {}
 
     def add(self, key: K, at: float) -> None:
         """The key has changed: work on it at this time, or before."""
-        self._due[key] = min(at, self._due.get(key, math.inf))
+        if at < self._due.get(key, math.inf):
+            self._set(key, at)
 
     def take(self, now: float) -> K | None:
         """The key to work on now that has waited longest. `done` or `failed` follows."""
-        due = [(at, number, key) for number, (key, at) in enumerate(self._due.items()) if self._free(key, at, now)]
-        if not due:
+        if self.due() > now:
             return None
-        key = min(due, key=lambda one: one[:2])[2]
+        _, _, key = heapq.heappop(self._heap)
         del self._due[key]
         self._working.add(key)
         return key
@@ -52,18 +57,28 @@ class WorkQueue(Generic[K]):
         """It is as it should be. `known` False: there is no such object any more, so it is forgotten."""
         self._working.discard(key)
         self._failures.pop(key, None)
+        at = self._due.get(key, math.inf)
         if known:
-            self._due[key] = min(now + self._resync_s, self._due.get(key, math.inf))
+            at = min(now + self._resync_s, at)
+        if at < math.inf:
+            self._set(key, at)
 
     def failed(self, key: K, now: float) -> None:
         """Work on it again after a pause."""
         self._working.discard(key)
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        self._due[key] = now + self._retries.pause_s(failures)
+        self._set(key, now + self._retries.pause_s(failures))
 
     def due(self) -> float:
         """When `take` may have something; infinity: never."""
-        return min((at for key, at in self._due.items() if key not in self._working), default=math.inf)
+        while self._heap:
+            at, _, key = self._heap[0]
+            if key not in self._working and self._due.get(key) == at:
+                return at
+            heapq.heappop(self._heap)
+        return math.inf
 
-    def _free(self, key: K, at: float, now: float) -> bool:
-        return at <= now and key not in self._working
+    def _set(self, key: K, at: float) -> None:
+        self._due[key] = at
+        if key not in self._working:
+            heapq.heappush(self._heap, (at, next(self._numbers), key))

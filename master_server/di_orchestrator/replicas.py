@@ -126,7 +126,7 @@ def replica_pod(
     body |= {"restartPolicy": "Never", "hostname": name, "subdomain": service_name(job)}
     body["volumes"] = [*body.get("volumes", ()), *spec.volumes]
     if node:
-        body["nodeName"] = node
+        _require(body, node)
     addresses = [f"{replica_name(job, spec, one)}.{service_name(job)}.{namespace}.{_DOMAIN}" for one in every]
     own = [address for one, address in zip(every, addresses, strict=True) if one.task == replica.task]
     variables = {
@@ -188,7 +188,21 @@ def _is_of(pod: Manifest, status: DIJobStatus) -> bool:
 def _is_placed(pod: Manifest, status: DIJobStatus, replica: TaskReplica) -> bool:
     if replica.rank >= len(status.allocation):
         return True
-    return pod["spec"].get("nodeName") == status.allocation[replica.rank]
+    return pod["metadata"].get("annotations", {}).get(NODE_ANNOTATION) == status.allocation[replica.rank]
+
+
+def _require(body: Manifest, node: str) -> None:
+    """The scheduler binds the Pod to this node, once there is room for it.
+
+    With `nodeName` a kubelet would refuse it, as a failure, while the Pods that it takes the place of still end.
+    """
+    field = {"key": "metadata.name", "operator": "In", "values": [node]}
+    affinity = body.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    required["nodeSelectorTerms"] = [
+        {**term, "matchFields": [*term.get("matchFields", ()), field]}
+        for term in required.get("nodeSelectorTerms") or [{}]
+    ]
 
 
 def _is_ready(pod: Manifest) -> bool:

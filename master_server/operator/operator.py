@@ -107,6 +107,8 @@ class Operator:
         """Not begun yet; names of Pods for which there is one, or one is under way."""
         self._tried = dict[OwnerKey, list[TriedPod]]()
         """Not seen in a status yet."""
+        self._deleted = dict[OwnerKey, set[tuple[str, int | None]]]()
+        """Uids of Pods, with the grace, whose deletion has begun: the watch may not have told it yet."""
         self._over = False
         self._threads = [
             BackgroundThread(f"dlrover-hooks-pod-{number}", self._change_pods, where="operator", again_s=_AGAIN_S)
@@ -192,6 +194,7 @@ class Operator:
         if job is None or "deletionTimestamp" in job["metadata"]:  # what is left is deleted with it
             with self._changed:
                 self._tried.pop(key, None)
+                self._deleted.pop(key, None)
             return job is not None
         owner = custom_resources.owner_reference(job)
         plans, pods, services = (
@@ -256,7 +259,13 @@ class Operator:
     ) -> bool:
         """Have the Pods of nodes created and deleted. True: they are as planned."""
         create, delete = pod_actions(spec, status, found.nodes)
-        asked = [(one.name, one) for one in create] + [(one.pod["metadata"]["name"], one) for one in delete]
+        present = {pod["metadata"]["uid"] for pod in found.nodes}
+        with self._changed:
+            begun = {one for one in self._deleted.pop(key, ()) if one[0] in present}
+            if begun:
+                self._deleted[key] = begun
+        asked: list[tuple[str, CreatePod | DeletePod]] = [(one.name, one) for one in create]
+        asked += [(one.pod["metadata"]["name"], one) for one in delete if _deletion(one) not in begun]
         owner = custom_resources.owner_reference(found.job)
         with self._changed:
             busy = self._busy.get(key, set())
@@ -265,7 +274,7 @@ class Operator:
                 self._requests += new
                 self._busy[key] = busy | {one.name for one in new}
                 self._changed.notify_all()
-        return not asked
+        return not create and not delete
 
     def _delete_plan(self, plan: Manifest) -> None:
         meta = plan["metadata"]
@@ -300,6 +309,8 @@ class Operator:
                 tried = self._create(request, request.action)
             else:
                 self._delete(request.action)
+                with self._changed:
+                    self._deleted.setdefault(key, set()).add(_deletion(request.action))
         except KubernetesFailed as error:
             log.warning("job %s/%s: Pod %s: %s Trying again.", *key, request.name, error.message)
             at += _AGAIN_S
@@ -382,6 +393,10 @@ class Operator:
         except KubernetesFailed as error:
             if error.code != node_pods.NOT_FOUND:
                 raise
+
+
+def _deletion(action: DeletePod) -> tuple[str, int | None]:
+    return action.pod["metadata"]["uid"], action.grace_s
 
 
 def _situation(job: Manifest, pods: list[Manifest]) -> JobSituation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -68,11 +69,30 @@ def test_pods_from_before_a_restart_are_replaced_and_not_counted() -> None:
     assert pods.counted("a.job", SERIAL, status, old) == pods.ReplicaCounts(2)
 
 
+def required(pod: dict[str, Any]) -> list[str]:
+    """The nodes that the scheduler may bind it to."""
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    return [field["values"][0] for term in affinity["nodeSelectorTerms"] for field in term["matchFields"]]
+
+
+def test_what_a_template_asks_of_its_node_is_kept() -> None:
+    term = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    terms = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term, term]}}}
+    task = msgspec.structs.replace(SERIAL.tasks[0], template={"spec": {"affinity": terms, "containers": [{}]}})
+    spec = DIJobSpec((task,), preemptible=True)
+    status = DIJobStatus(replicas=1, allocation=("n1",))
+    pod = made(spec, status, pods.wanted_replicas(spec, status)[0])
+    assert required(pod) == ["n1", "n1"], "one of the terms has to hold"
+    found = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert [one["matchExpressions"] for one in found["nodeSelectorTerms"]] == [term["matchExpressions"]] * 2
+    assert "matchFields" not in term, "the template is as it was"
+
+
 def test_replicas_of_a_preemptible_job_are_where_they_are_allocated() -> None:
     spec = DIJobSpec(SERIAL.tasks, preemptible=True)
     status = DIJobStatus(replicas=9, allocation=("n1", "n2"))
     found = [made(spec, status, one) for one in pods.wanted_replicas(spec, status)]
-    assert [one["spec"]["nodeName"] for one in found] == ["n1", "n2"]
+    assert [required(one) for one in found] == [["n1"], ["n2"]]
     assert pods.counted("a.job", spec, status, found).complete
     moved = DIJobStatus(replicas=9, allocation=("n1", "n3"))
     assert not pods.counted("a.job", spec, moved, found).complete
