@@ -230,7 +230,7 @@ def _keep_apart(values: dict[str, Any], home: str) -> None:
 _KEYWORDS = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
 _LAUNCHERS = (
     *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
-    *("min_workers", "max_workers", "round", "shares", "join", "preload", "master_away_s", "task"),
+    *("min_workers", "max_workers", "round", "shares", "join", "preload", "master_away_s", "task", "pod_ip"),
 )
 _TLS = ("ca_file", "client_cert", "client_key")
 _DRILL = ("faults", "trace", "last_step")

@@ -17,6 +17,8 @@ RELAUNCHES = 10
 """Nodes that ended by a failure are replaced so often within an hour, without `restartCount`."""
 MOST_PS = 15
 """Parameter servers of a job without `maxReplicas`, as DLRover's optimizer has it."""
+CERTIFICATE = "DLROVER_HOOKS_MASTER_SSL_CERTFILE"
+"""The variable by which a master in a Pod finds its certificate: it serves HTTPS then."""
 _CHIEF, _PS, _WORKER = (kind.value for kind in (NodeType.CHIEF, NodeType.PS, NodeType.WORKER))
 _LEAST_CPU, _LEAST_MIB = 1.0, 1024
 """Of a node whose size is not known, for the limits of its job."""
@@ -56,6 +58,11 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
     def master(self) -> ReplicaSpec:
         """Of the Pod of the master."""
         return self.replica_specs.get(names.MASTER_TYPE, ReplicaSpec())
+
+    @property
+    def master_serves_tls(self) -> bool:
+        """The template of the master has the variable `CERTIFICATE`."""
+        return any(one.get("name") == CERTIFICATE for one in _container(self.master.template or {}).get("env") or ())
 
     @property
     def has_master(self) -> bool:

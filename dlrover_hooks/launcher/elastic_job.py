@@ -11,7 +11,6 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from dlrover_hooks.errors import HooksError, MasterAway, MasterError
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.kubernetes import custom_resources
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
-from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec, ReplicaSpec, job_spec
+from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, ElasticJobSpec, ReplicaSpec, job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.launcher.departure_notices import DepartureNotices
@@ -45,6 +44,7 @@ LIST_S = 60.0
 _LEAST_CODE, _MOST_CODE = 1, 127
 _TASK_GRACE_S = 1.0
 """Of tasks that are stopped: a server has nothing to save, and a chief is stopped only if it does not answer."""
+KEY = "DLROVER_HOOKS_MASTER_SSL_KEYFILE"
 log = logging.getLogger("dlrover_hooks.run")
 
 
@@ -55,14 +55,18 @@ log = logging.getLogger("dlrover_hooks.run")
 @click.option("--journal", envvar="DLROVER_HOOKS_RUN_JOURNAL", show_envvar=True, type=click.Path(dir_okay=False),
               help="File of the master's journal, on a volume that outlives the Pod. Without it a master that lost "
               "its Pod knows neither progress nor plans: the workers go on from their newest checkpoint.")  # fmt: skip
+@click.option("--ssl-certfile", default="", envvar=CERTIFICATE, show_envvar=True, metavar="FILE",
+              help="The master serves HTTPS with this certificate, of 127.0.0.1 and its Service.")  # fmt: skip
+@click.option("--ssl-keyfile", default="", envvar=KEY, show_envvar=True, metavar="FILE",
+              help="Its key, if that is not in it.")  # fmt: skip
 @click.option("--context", help="Of the kubeconfig file. Default: its current one, or the account of this Pod.")
 @click.option(
     "--kubeconfig", type=click.Path(exists=True, dir_okay=False), help="Default: $KUBECONFIG, ~/.kube/config."
 )
 @click.option("--hang-timeout", default=60.0, metavar="SECONDS", help="A worker that is silent for so long hangs.")
 def command(
-    job: str, namespace: str, port: int, journal: str | None, context: str | None, kubeconfig: str | None,
-    hang_timeout: float,
+    job: str, namespace: str, port: int, journal: str | None, ssl_certfile: str, ssl_keyfile: str,
+    context: str | None, kubeconfig: str | None, hang_timeout: float,
 ) -> None:  # fmt: skip
     """Serve the master of an ElasticJob and have its nodes started. Run by the operator, in the job's master Pod.
 
@@ -76,7 +80,12 @@ def command(
             owned.callback(api.close)
             path = f"{custom_resources.path(namespace, custom_resources.ELASTIC_JOBS)}/{job}"
             host = ElasticJobHost(api, api.get(path), settings.load().token)
-            code = host.run(listen(port, "0.0.0.0"), journal, hang_timeout)
+            listener = listen(port, "0.0.0.0")
+            owned.callback(listener.close)
+            found = journal or owned.enter_context(temporary_journal())
+            code = host.run(Served(
+                listener, found, journal is None, hang_timeout, host.brain, ssl_certfile, ssl_keyfile
+            ))  # fmt: skip
     except (HooksError, msgspec.ValidationError) as error:
         log.error("job %s/%s: %s", namespace, job, error)
         code = FAILED
@@ -126,16 +135,17 @@ class ElasticJobHost:
         self._signal: int | None = None
         self._selector = selectors.DefaultSelector()
 
-    def run(self, listener: socket.socket, journal: str | None, hang_timeout_s: float) -> int:
-        """Run until the job is over; the exit code."""
+    @property
+    def brain(self) -> str:
+        """The address of the Brain; empty: there is none."""
+        return self._spec.brain_service
+
+    def run(self, served: Served) -> int:
+        """Run until the job is over; the exit code. `served`: the master."""
         with contextlib.ExitStack() as owned:
-            owned.callback(listener.close)
             self._take_signals(owned)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            served = Served(
-                listener, journal or owned.enter_context(temporary_journal()), journal is None, hang_timeout_s,
-                self._spec.brain_service,
-            )  # fmt: skip
+            port = served.listener.getsockname()[1]
+            url = f"{'https' if served.certificate else 'http'}://127.0.0.1:{port}"
             owned.enter_context(listed(self._job, url, self._token, tasks=self._spec.has_ps, planned=True))
             self._services = Services(self._job, "", self._token, served, (), self._selector, keeper=False)
             owned.callback(self._services.end)
@@ -148,7 +158,7 @@ class ElasticJobHost:
             scaler = ElasticJobScaler(self._manifest, self._api, grace_s=_TASK_GRACE_S if self._spec.has_ps else None,
                                       user_errors=(USER_ERROR, USAGE, GAVE_UP))  # fmt: skip
             log.info("job %s/%s: mode %s, %s, master at port %d", self._namespace, self._job, self._request.mode.value,
-                     self._size(), listener.getsockname()[1])  # fmt: skip
+                     self._size(), port)  # fmt: skip
             self._notices = DepartureNotices(self._job, self._client, scaler, tasks=self._spec.has_ps)
             run = self._run_tasks if self._spec.has_ps else self._run_nodes
             code = run(scaler)

@@ -58,9 +58,11 @@ def master_service(job: Manifest, options: MasterOptions) -> Manifest:
     }  # fmt: skip
 
 
-def master_url(service: Manifest) -> str:
-    """For Pods. It needs no DNS."""
-    spec = service["spec"]
+def master_url(service: Manifest, *, tls: bool = False) -> str:
+    """For Pods. It needs no DNS, unless the master serves TLS: a certificate has a name."""
+    spec, meta = service["spec"], service["metadata"]
+    if tls:
+        return f"https://{meta['name']}.{meta['namespace']}.svc:{spec['ports'][0]['port']}"
     address = spec["clusterIP"]
     return f"http://{f'[{address}]' if ':' in address else address}:{spec['ports'][0]['port']}"
 

@@ -243,7 +243,7 @@ class Operator:
         if not spec.has_master:
             url = None
         elif services:
-            url = job_objects.master_url(services[0])
+            url = job_objects.master_url(services[0], tls=spec.master_serves_tls)
         else:
             return  # its Service is made; that is told
         for plan in kept:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import msgspec
 
@@ -65,10 +64,10 @@ class FaultRounds:
         self._number += len(launched)
         dice.shuffle(self._alive)
         removed, killed = self._alive[: dice.randint(0, 2)], self._alive[2 : 2 + dice.randint(0, 2)]
-        fault = threading.Thread(target=self._strike, args=(FAULTS[seed % len(FAULTS)], _LATEST_S * dice.random()))
+        fault = threading.Timer(_LATEST_S * dice.random(), self._strike, (FAULTS[seed % len(FAULTS)],))
         fault.start()
         self._scaler.scale(ScalePlan(launch_nodes=launched[:1]))
-        time.sleep(_LATEST_S * dice.random())  # the moments of the faults are random, too
+        threading.Event().wait(_LATEST_S * dice.random())  # changes come at random moments, too
         self._scaler.scale(ScalePlan(launch_nodes=launched[1:], remove_nodes=removed))
         for node in killed:
             os.kill(self._plane.kubelet.pid(self.namespace, self._scaler.pod_name(node)), signal.SIGKILL)
@@ -111,8 +110,7 @@ class FaultRounds:
         self.found.plans_left = len(self._plane.api.get(plans)["items"])
         self.found.relists = self._scaler._pods.lists - 1
 
-    def _strike(self, what: str, after_s: float) -> None:
-        time.sleep(after_s)
+    def _strike(self, what: str) -> None:
         if what == "api server":
             self._plane.kill("kube-apiserver")
             self._plane.start_api_server()

@@ -52,11 +52,14 @@ class Cluster:
 
     def job(
         self, command: list[str], save_to: str = "", master: dict[str, Any] | None = None,
-        spec: dict[str, Any] | None = None, **worker: Any,
+        spec: dict[str, Any] | None = None, env: dict[str, str] | None = None, **worker: Any,
     ) -> None:  # fmt: skip
-        """Apply `mine`. Its workers are spread over the nodes, if that is possible. `spec`: more of its fields."""
-        env = [{"name": "DLROVER_HOOKS_SAVE_TO", "value": save_to}] if save_to else []
-        container = {"name": "main", "image": "none", "command": command, "env": env}
+        """Apply `mine`. Its workers are spread over the nodes, if that is possible. `spec`: more of its fields.
+        `env`: of the workers.
+        """
+        variables = (env or {}) | ({"DLROVER_HOOKS_SAVE_TO": save_to} if save_to else {})
+        given = [{"name": name, "value": value} for name, value in variables.items()]
+        container = {"name": "main", "image": "none", "command": command, "env": given}
         spread = {
             "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
             "labelSelector": {"matchLabels": {"elasticjob-name": "mine", "replica-type": "worker"}},

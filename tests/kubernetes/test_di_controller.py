@@ -116,7 +116,9 @@ def until_file(folder: Path) -> str:
     return f"until [ -e {folder}/done ]; do sleep 0.1; done"
 
 
-@pytest.mark.requirement("DI-28", "DI-29", "DI-30", "DI-31", "DI-32", "DI-46", "DI-50", "DI-68")
+@pytest.mark.requirement(
+    "DI-4", "DI-63", "DI-67", "DI-28", "DI-29", "DI-30", "DI-31", "DI-32", "DI-46", "DI-50", "DI-68"
+)
 def test_a_job_comes_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     cluster.controller()
     cluster.create(until_file(tmp_path), 3)

@@ -18,9 +18,10 @@ import torch
 import yaml
 
 from dlrover_hooks.kubernetes import custom_resources
-from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
+from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, job_spec
 from dlrover_hooks.master.operator import manifests
 from dlrover_hooks.master.operator.job_objects import ACCOUNT
+from tests.e2e.test_tls import certificate
 from tests.kubernetes.job_cluster import LONG_S, Cluster
 from tests.kubernetes.trained_script import TrainedScript
 from tests.waiting import until
@@ -89,6 +90,21 @@ def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cl
     weights, expected = torch.load(script.weights, weights_only=True), undisturbed(tmp_path / "alone")
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_worker_that_finds_no_machine_holds_no_other_one_up(cluster: Cluster, tmp_path: Path) -> None:
+    """There is room for two. Under DLRover a pending Pod has blocked the others for 5,400 s (its issue 1175)."""
+    script = TrainedScript(tmp_path)
+    cluster.job(script.command, str(tmp_path / "saved"), replicas=2, resource={"cpu": "600"})
+    trains(cluster, script, 2)
+    cluster.kubectl("scale", "elasticjob/mine", "--replicas=3")
+    until(lambda: [one["status"]["phase"] for one in cluster.get("pods", "-l", "replica-type=worker")["items"]
+                   if one["metadata"]["name"] == "mine-worker-2"] == ["Pending"],
+          "the Pod without a machine", LONG_S, diagnostic=cluster.said)  # fmt: skip
+    trains(cluster, script, 2)
+    script.hurry()
+    cluster.ends("Succeeded")
+    script.check_samples()
 
 
 def test_workers_leave_a_node_that_is_cordoned_before_their_pods_are_ended(
@@ -326,6 +342,47 @@ def test_of_several_operators_one_works_and_another_takes_over(bare_cluster: Clu
         assert second.process.wait(60) == 0
         (third,) = [one for one in standbys if one is not second]
         until(lambda: third.leads, "the third one")
+        (tmp_path / "done").touch()
+        cluster.ends("Succeeded")
+    finally:
+        for one in operators:
+            one.close()
+
+
+def test_a_master_serves_tls(cluster: Cluster, tmp_path: Path) -> None:
+    """A worker finds it by a name. Here is no DNS, so its template gives the address."""
+    cert, key = certificate(tmp_path, "master")
+    url = f"https://127.0.0.1:{cluster.port}"
+    told = {CERTIFICATE: cert, "DLROVER_HOOKS_MASTER_SSL_KEYFILE": key, "DLROVER_HOOKS_CA_FILE": cert}
+    env = [{"name": name, "value": value} for name, value in told.items()]
+    cluster.job(waiting(tmp_path), master={"template": {"spec": {"containers": [{"env": env}]}}}, replicas=1,
+                env={"DLROVER_HOOKS_MASTER": url, "DLROVER_HOOKS_CA_FILE": cert})  # fmt: skip
+    workers(cluster, "worker-0")
+    assert requests.get(url + "/healthz", timeout=30, verify=cert).ok
+    with pytest.raises(requests.RequestException):
+        requests.get(url.replace("https", "http") + "/healthz", timeout=30)
+    (tmp_path / "done").touch()
+    cluster.ends("Succeeded")
+
+
+def test_an_operator_that_was_stopped_does_no_harm_when_it_goes_on(bare_cluster: Cluster, tmp_path: Path) -> None:
+    """It has led, and does not know that another one does now."""
+    cluster, operators = bare_cluster, list[OperatorProcess]()
+    try:
+        first = OperatorProcess(cluster)
+        operators.append(first)
+        cluster.job(waiting(tmp_path), replicas=2)
+        workers(cluster, "worker-0", "worker-1")
+        second = OperatorProcess(cluster)
+        operators.append(second)
+        os.kill(first.process.pid, signal.SIGSTOP)
+        cluster.kubectl("scale", "elasticjob/mine", "--replicas=1")
+        workers(cluster, "worker-0")
+        assert second.leads
+        os.kill(first.process.pid, signal.SIGCONT)
+        assert first.process.wait(60) == 70, "start it again: it stands by then"
+        cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
+        workers(cluster, "worker-0", "worker-2")
         (tmp_path / "done").touch()
         cluster.ends("Succeeded")
     finally:

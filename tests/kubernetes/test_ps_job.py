@@ -101,11 +101,16 @@ class PSJob:
         self.cluster.ends("Succeeded")
         assert [row["seen"] for row in json_lines(self.lives) if "seen" in row][-1] == [1] * SHARDS
 
+    def check_steps(self) -> None:
+        """Each was made once: nothing was lost and made again."""
+        assert [row["step"] for row in json_lines(self.lives) if "step" in row] == list(range(1, SHARDS + 1))
+
     def versions(self) -> set[int]:
         """Cluster versions that the chief has made steps with."""
         return {row["version"] for row in json_lines(self.lives) if "version" in row}
 
 
+@pytest.mark.requirement("DL-55")
 def test_servers_come_and_go_and_a_master_is_lost_and_each_shard_is_applied_once(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -131,9 +136,29 @@ def test_servers_come_and_go_and_a_master_is_lost_and_each_shard_is_applied_once
     job.release(300)
     job.row("holds", 400)
     job.has("ps", 1)
+    (plan,) = cluster.get("scaleplans")["items"]
+    assert sorted(one["type"] for one in plan["spec"]["createPods"]) == ["chief", "ps", "worker"]
     job.release(400)
     job.check()
     assert job.versions() == {1, 2, 3, 4}
+
+
+@pytest.mark.requirement("DL-52", "DL-53")
+def test_a_server_is_replaced_by_one_with_more_cores_and_no_step_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    """By a plan of a user. The new one runs first."""
+    job = PSJob(cluster, tmp_path, {"samples": 2 * SHARDS, "size": 2, "holds": [100]})
+    job.row("holds", 100)
+    (name,) = job.live("ps")
+    cluster.apply({
+        "apiVersion": custom_resources.API_VERSION, "kind": "ScalePlan", "metadata": {"name": "larger"},
+        "spec": {"ownerJob": "mine", "manualScaling": True, "replicaResourceSpecs": {"ps": {"resource": {"cpu": "2"}}}},
+    })  # fmt: skip
+    job.announced(2)
+    job.release(100)
+    (larger,) = job.has("ps", 1, without=frozenset({name}))
+    assert cluster.get("pod", larger)["spec"]["containers"][0]["resources"]["requests"] == {"cpu": "2"}
+    job.check()
+    job.check_steps()
 
 
 def test_a_server_on_a_node_that_is_cordoned_is_migrated_and_no_step_is_lost(
@@ -153,8 +178,7 @@ def test_a_server_on_a_node_that_is_cordoned_is_migrated_and_no_step_is_lost(
     finally:
         cluster.kubectl("uncordon", machine)
     job.check()
-    steps = [row["step"] for row in json_lines(job.lives) if "step" in row]
-    assert steps == list(range(1, SHARDS + 1))
+    job.check_steps()
 
 
 def test_a_stopped_server_is_killed_and_replaced(cluster: Cluster, tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ class Served(msgspec.Struct, frozen=True):
     hang_timeout_s: float
     brain: str = ""
     """The address of the Brain; empty: there is none."""
+    certificate: str = ""
+    """File with the certificate of the master, which then serves HTTPS; empty: HTTP."""
+    key: str = ""
+    """File with its key; empty: it is in `certificate`."""
 
 
 class Services:
@@ -110,6 +114,10 @@ class Services:
             command.append("--ephemeral")
         if served.brain:
             command += ["--brain", served.brain]
+        if served.certificate:
+            command += ["--ssl-certfile", served.certificate]
+        if served.key:
+            command += ["--ssl-keyfile", served.key]
         env = settings.worker_environment(DLROVER_HOOKS_TOKEN=self._token or "")
         return self._watched(Child("master", command, env=env, pass_fds=(fd, self._life)))
 

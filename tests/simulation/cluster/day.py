@@ -36,6 +36,7 @@ PLANS = custom_resources.path(NAMESPACE, custom_resources.SCALE_PLANS)
 DI = f"/apis/{di_job_resource.API_VERSION}/namespaces/{NAMESPACE}/{di_job_resource.DI_JOBS}"
 OVER = ("Succeeded", "Failed")
 _CHECK_S, _QUIET_S = 600.0, 60.0
+"""Between two looks at the ranks; a job counts that was left alone for so long."""
 _TURN_S = 0.5
 """What has come within this time is worked on together."""
 _HOUR = 3600.0
@@ -91,14 +92,14 @@ class ClusterDay:
         self._begin()
 
     def play(self) -> DayResult:
-        """The whole day, and what comes after it until all jobs are over, at most as long again."""
+        """The whole day, and what comes after it until all jobs are over, at most three times as long."""
         self._submit_all()
         self._plan_faults()
         self.time.after(self.size.period_s, self._schedule)
-        self.time.after(_CHECK_S, self._check_ranks)
+        self.time.after(_CHECK_S + _QUIET_S, self._check_ranks)  # not just when all jobs are placed anew
         self.time.after(_HOUR, self._hour)
         end = self.size.hours * _HOUR
-        while self.time.now < 2 * end and not (self.time.now > end and self._all_over()):
+        while self.time.now < 4 * end and not (self.time.now > end and self._all_over()):
             self._turn()
         self._check_jobs()
         phases = self._phases()

@@ -38,6 +38,13 @@ def test_ranks_have_no_gap_and_stay_those_of_their_replicas(more: int, collector
     assert [one.task for one in large[:2]] == [1, 1], "the learners"
 
 
+def test_two_tasks_of_one_type_count_for_themselves() -> None:
+    spec = DIJobSpec((DITask(TaskType.NONE, TEMPLATE, 2, "a"), DITask(TaskType.NONE, TEMPLATE, 1, "b")))
+    found = pods.replicas(spec, 5)
+    assert [(one.task, one.task_rank) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert len({pods.replica_name("job", spec, one) for one in found}) == 5
+
+
 def test_the_collectors_grow_and_without_them_the_last_task() -> None:
     assert [(one.task, one.task_rank) for one in pods.replicas(PARTS, 5)] == [(1, 0), (2, 0), (0, 0), (0, 1), (0, 2)]
     assert [one.task_rank for one in pods.replicas(SERIAL, 3)] == [0, 1, 2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
+from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, job_spec
 from dlrover_hooks.master.operator import job_objects
 from dlrover_hooks.master.operator.job_objects import MasterOptions
 from dlrover_hooks.protocol import Node, NodeType
@@ -62,7 +62,16 @@ def test_the_service_selects_the_master_alone() -> None:
 
 @pytest.mark.parametrize(("address", "url"), [("10.0.0.1", "http://10.0.0.1:9"), ("fd00::1", "http://[fd00::1]:9")])
 def test_the_address_of_a_master(address: str, url: str) -> None:
-    assert job_objects.master_url({"spec": {"clusterIP": address, "ports": [{"port": 9}]}}) == url
+    service = {"metadata": {"name": "m", "namespace": "n"}, "spec": {"clusterIP": address, "ports": [{"port": 9}]}}
+    assert job_objects.master_url(service) == url
+    assert job_objects.master_url(service, tls=True) == "https://m.n.svc:9"
+
+
+def test_a_master_with_a_certificate_serves_tls() -> None:
+    env = [{"name": CERTIFICATE, "value": "/tls/tls.crt"}]
+    assert job_spec(job({"template": {"spec": {"containers": [{"env": env}]}}})).master_serves_tls
+    assert not job_spec(job({"template": {"spec": {"containers": [{"image": "own"}]}}})).master_serves_tls
+    assert not job_spec(job()).master_serves_tls
 
 
 def test_a_node_finds_master_and_job_by_its_environment_and_keeps_its_own() -> None:
