@@ -23,7 +23,7 @@ from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import HooksError, MasterAway, MasterError
 from dlrover_hooks.host.ports import listen
-from dlrover_hooks.kubernetes import custom_resources
+from dlrover_hooks.kubernetes import custom_resources, names
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, ElasticJobSpec, ReplicaSpec, job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
@@ -52,9 +52,12 @@ log = logging.getLogger("dlrover_hooks.run")
 @click.option("--job", required=True, help="Name of the ElasticJob.")
 @click.option("--namespace", required=True, help="Its namespace.")
 @click.option("--port", default=8780, type=click.IntRange(0, 65535), help="Port of the master, on all addresses.")
-@click.option("--journal", envvar="DLROVER_HOOKS_RUN_JOURNAL", show_envvar=True, type=click.Path(dir_okay=False),
-              help="File of the master's journal, on a volume that outlives the Pod. Without it a master that lost "
-              "its Pod knows neither progress nor plans: the workers go on from their newest checkpoint.")  # fmt: skip
+@click.option("--host-ip", default="127.0.0.1", envvar="DLROVER_HOOKS_POD_IP", show_envvar=True, metavar="ADDRESS",
+              help="Of this Pod: with a journal in etcd, where clients find the master that leads.")  # fmt: skip
+@click.option("--journal", envvar="DLROVER_HOOKS_RUN_JOURNAL", show_envvar=True, metavar="FILE|etcd://HOST:2379/NAME",
+              help="The master's journal: a file on a volume that outlives the Pod, or etcd, where NAME is of this job "
+              "alone. Without it a master that lost its Pod knows neither progress nor plans: the workers go on from "
+              "their newest checkpoint.")  # fmt: skip
 @click.option("--ssl-certfile", default="", envvar=CERTIFICATE, show_envvar=True, metavar="FILE",
               help="The master serves HTTPS with this certificate, of 127.0.0.1 and its Service.")  # fmt: skip
 @click.option("--ssl-keyfile", default="", envvar=KEY, show_envvar=True, metavar="FILE",
@@ -65,7 +68,7 @@ log = logging.getLogger("dlrover_hooks.run")
 )
 @click.option("--hang-timeout", default=60.0, metavar="SECONDS", help="A worker that is silent for so long hangs.")
 def command(
-    job: str, namespace: str, port: int, journal: str | None, ssl_certfile: str, ssl_keyfile: str,
+    job: str, namespace: str, port: int, host_ip: str, journal: str | None, ssl_certfile: str, ssl_keyfile: str,
     context: str | None, kubeconfig: str | None, hang_timeout: float,
 ) -> None:  # fmt: skip
     """Serve the master of an ElasticJob and have its nodes started. Run by the operator, in the job's master Pod.
@@ -82,9 +85,13 @@ def command(
             host = ElasticJobHost(api, api.get(path), settings.load().token)
             listener = listen(port, "0.0.0.0")
             owned.callback(listener.close)
+            advertise = f"http://{f'[{host_ip}]' if ':' in host_ip else host_ip}:{listener.getsockname()[1]}"
+            if ssl_certfile:  # whose name a certificate has
+                advertise = f"https://{names.object_name(job, 'master')}.{namespace}.svc:{port}"
             found = journal or owned.enter_context(temporary_journal())
             code = host.run(Served(
-                listener, found, journal is None, hang_timeout, host.brain, ssl_certfile, ssl_keyfile
+                listener, found, journal is None, hang_timeout, host.brain, ssl_certfile, ssl_keyfile,
+                advertise=advertise if "://" in found else "",
             ))  # fmt: skip
     except (HooksError, msgspec.ValidationError) as error:
         log.error("job %s/%s: %s", namespace, job, error)

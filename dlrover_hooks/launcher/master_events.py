@@ -38,6 +38,13 @@ class MasterEvents:
             self._again_at = time.monotonic() + _AGAIN_S
             self._watcher = self._client.watch(self._job, self._hear, self._hear)
 
+    def reopen(self) -> None:
+        """This agent has joined again, as a new one: what was heard of it before does not count."""
+        self.hang_up()
+        self.take()
+        self._again_at = 0.0
+        self.open()
+
     @property
     def away_since(self) -> float | None:
         """Since when the master has been unreachable (monotonic seconds); None: it is reachable, as far as is known."""

@@ -18,6 +18,7 @@ SERVER = ("python", "-u", "-m", "dlrover_hooks.integrations.tensorflow")
 """The command of parameter servers, and of workers of a parameter server job."""
 _FIRST_PORT, _PORTS = 22220, 1000
 """Of the servers of TensorFlow. Two tasks of a job have different ones, for Pods in the network of their machine."""
+_POD_IP: Manifest = {"name": "DLROVER_HOOKS_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _TOKEN_KEY = "token"
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 """Of a master whose template has no resources."""
@@ -81,7 +82,7 @@ def master_pod(job: Manifest, spec: ElasticJobSpec, options: MasterOptions) -> M
         container["args"] = ["--job", meta["name"], "--namespace", meta["namespace"], "--port", str(options.port)]
     container.setdefault("resources", {"requests": _REQUESTS})
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"  # why a job failed: shown in its status
-    node_pods.add_variables(container, [_token(job)])
+    node_pods.add_variables(container, [_POD_IP, _token(job)])
     body.setdefault("serviceAccountName", options.account)
     body["restartPolicy"] = "Never"
     return {"apiVersion": "v1", "kind": "Pod"} | pod
@@ -118,9 +119,8 @@ def _of_task(node: Node) -> list[Manifest]:
     """Of a task of a TensorFlow cluster. Its address is known when its Pod has a machine."""
     port = _FIRST_PORT + node.id % _PORTS
     place = f"{node.type.value}:{node.index}:{node.id}:$(DLROVER_HOOKS_POD_IP):{port}"
-    address = {"fieldRef": {"fieldPath": "status.podIP"}}
     return [
-        {"name": "DLROVER_HOOKS_POD_IP", "valueFrom": address}, {"name": "DLROVER_HOOKS_TASK", "value": place},
+        _POD_IP, {"name": "DLROVER_HOOKS_TASK", "value": place},
         {"name": "GRPC_FAIL_FAST", "value": "use_caller"},
     ]  # fmt: skip
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.launched import Launched, all_gone
+from tests.e2e.master_process import LiveMaster
 
 Node = Callable[..., Launched]
 
@@ -34,6 +35,37 @@ def test_two_nodes_are_one_world(node: Node) -> None:
     assert [life["group_rank"] for life in lives] == [0, 0, 1, 1]
     assert {life["node"] for life in lives} == {"a", "b"}
     assert a.leftovers() == []
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_node_that_waits_joins_again_if_the_next_master_knows_nothing(
+    launch: Callable[..., Launched], tmp_path: Path, first: str
+) -> None:
+    """As a master in a Pod without a volume. `first`: the launcher that the next master hears of first."""
+    master = LiveMaster(tmp_path, token="secret")
+    try:
+        flags = ("--rdzv-endpoint", master.url, "--nnodes", "2")
+        nodes = {name: {"DLROVER_HOOKS_NODE": name, "DLROVER_HOOKS_TOKEN": "secret"} for name in ("a", "b")}
+        a = launch(WORLD, *flags, job="again", **nodes["a"])
+        a.says("waiting for the other nodes")
+        if first == "b":  # it does not see the master before the other one has joined
+            a.process.send_signal(signal.SIGSTOP)
+        master.kill()
+        for left in tmp_path.glob("master.db*"):
+            left.unlink()
+        master.restart()
+        if first == "a":
+            a.says("joining again")
+        b = launch(WORLD, *flags, job="again", **nodes["b"])
+        if first == "b":
+            b.says("waiting for the other nodes")
+            a.process.send_signal(signal.SIGCONT)
+        for launched in (a, b):
+            code, errors = launched.end()
+            assert code == 0, errors
+        assert sorted(life["node"] for life in a.read()) == ["a", "b"], "one round was enough"
+    finally:
+        master.close()
 
 
 @pytest.mark.requirement("ED-75")

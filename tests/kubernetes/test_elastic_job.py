@@ -21,6 +21,7 @@ from dlrover_hooks.kubernetes import custom_resources
 from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, job_spec
 from dlrover_hooks.master.operator import manifests
 from dlrover_hooks.master.operator.job_objects import ACCOUNT
+from tests.e2e.etcd_process import EtcdProcess
 from tests.e2e.test_tls import certificate
 from tests.kubernetes.job_cluster import LONG_S, Cluster
 from tests.kubernetes.trained_script import TrainedScript
@@ -272,6 +273,30 @@ def test_without_a_journal_a_master_that_is_deleted_loses_no_worker(cluster: Clu
     assert before < {pod["metadata"]["uid"] for pod in cluster.get("pods", "-l", "replica-type=worker")["items"]}
     (tmp_path / "done").touch()
     cluster.ends("Succeeded")
+
+
+def test_a_master_that_is_lost_finds_its_journal_in_etcd(cluster: Cluster, tmp_path: Path) -> None:
+    """It knows the nodes, and that the number that a user has given does not hold any more."""
+    etcd = EtcdProcess(tmp_path)
+    try:
+        env = [{"name": "DLROVER_HOOKS_RUN_JOURNAL", "value": etcd.journal("mine")}]
+        cluster.job(waiting(tmp_path), master={"template": {"spec": {"containers": [{"env": env}]}}}, replicas=2)
+        workers(cluster, "worker-0", "worker-1")
+        cluster.kubectl("scale", "elasticjob/mine", "--replicas=1")
+        workers(cluster, "worker-0")
+        before = cluster.get("pod", "mine-worker-0")["metadata"]["uid"]
+        first = cluster.get("pod", "mine-master")["metadata"]["uid"]
+        os.kill(cluster.plane.kubelet.pid(cluster.namespace, "mine-master"), signal.SIGKILL)
+        until(lambda: any(pod["metadata"]["name"] == "mine-master" and pod["status"]["phase"] == "Running"
+                          and pod["metadata"]["uid"] != first for pod in cluster.get("pods")["items"]),
+              "another master", LONG_S, diagnostic=cluster.said)  # fmt: skip
+        cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
+        workers(cluster, "worker-0", "worker-2")  # a master that knew nothing would begin with worker-1
+        assert cluster.get("pod", "mine-worker-0")["metadata"]["uid"] == before
+        (tmp_path / "done").touch()
+        cluster.ends("Succeeded")
+    finally:
+        etcd.close()
 
 
 def test_operator_and_master_may_do_what_they_need_and_no_more(cluster: Cluster, tmp_path: Path) -> None:

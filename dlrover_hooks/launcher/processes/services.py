@@ -30,7 +30,10 @@ _END_S = {"keeper": 35.0, "master": 5.0}
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The master served by this launcher: on a socket that outlives the master, with a journal."""
+    """The master served by this launcher: on a socket that outlives the master, with a journal: a file or `etcd://...`.
+
+    `advertise`: with etcd, the URL by which clients reach this master.
+    """
 
     listener: socket.socket
     journal: str
@@ -42,6 +45,7 @@ class Served(msgspec.Struct, frozen=True):
     """File with the certificate of the master, which then serves HTTPS; empty: HTTP."""
     key: str = ""
     """File with its key; empty: it is in `certificate`."""
+    advertise: str = ""
 
 
 class Services:
@@ -98,8 +102,8 @@ class Services:
         os.close(self._life)
 
     def _start_master(self, served: Served) -> Child:
-        folder = os.path.dirname(os.path.abspath(served.journal))
-        if self._served_before and not os.path.exists(served.journal):
+        in_file, folder = "://" not in served.journal, os.path.dirname(os.path.abspath(served.journal))
+        if self._served_before and in_file and not os.path.exists(served.journal):
             log.error(
                 "the master's journal %s is gone: the master begins a new one, and the workers start again from the "
                 "newest checkpoint that they or the storage have", served.journal,
@@ -114,6 +118,8 @@ class Services:
             command.append("--ephemeral")
         if served.brain:
             command += ["--brain", served.brain]
+        if served.advertise:
+            command += ["--advertise", served.advertise]
         if served.certificate:
             command += ["--ssl-certfile", served.certificate]
         if served.key:

@@ -29,7 +29,7 @@ def test_the_master_has_the_image_of_the_workers_and_the_token_of_its_secret() -
     found = master_pod(job(), port=9000)
     (container,) = found["spec"]["containers"]
     assert (container["image"], container["args"][-2:]) == ("mine", ["--port", "9000"])
-    assert container["env"] == [
+    assert container["env"][1:] == [
         {"name": "DLROVER_HOOKS_TOKEN", "valueFrom": {"secretKeyRef": {"name": "mine-master-01234567", "key": "token"}}}
     ]
     assert found["spec"]["serviceAccountName"] == "dlrover-hooks-master"
@@ -47,7 +47,7 @@ def test_a_template_of_the_master_is_kept() -> None:
     assert found["metadata"]["labels"]["team"] == "a"
     assert (found["spec"]["serviceAccountName"], found["spec"]["volumes"]) == ("own", ["v"])
     assert [one["name"] for one in found["spec"]["containers"][0]["env"]] == [
-        "DLROVER_HOOKS_RUN_JOURNAL", "DLROVER_HOOKS_TOKEN",
+        "DLROVER_HOOKS_RUN_JOURNAL", "DLROVER_HOOKS_POD_IP", "DLROVER_HOOKS_TOKEN",
     ]  # fmt: skip
     assert "ownerReferences" not in manifest["spec"]["replicaSpecs"]["dlrover-master"]["template"]["metadata"]
 
