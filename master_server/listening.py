@@ -34,6 +34,8 @@ class Listening(msgspec.Struct, frozen=True):
     ssl_client_ca: str | None = None
     server: str = "master"
     clients: str = "the workers"
+    open: bool = False
+    """Without a token, too: who reaches the address is limited elsewhere."""
 
 
 def listening(options: Listening) -> socket.socket:
@@ -81,7 +83,7 @@ def _keep_alive(listener: socket.socket) -> None:
 
 
 def _check_token(options: Listening, host: str) -> None:
-    if options.token or _is_loopback(host):
+    if options.token or options.open or _is_loopback(host):
         return
     raise UsageError(
         f"refusing to listen on {host} without a token: anybody there could steer your training",

@@ -21,7 +21,8 @@ _USAGE = 78
               help="The operator follows, and may change, only the jobs of this namespace. Default: those of the whole "
               "cluster.")  # fmt: skip
 @click.option("--di-policy", type=click.Choice(["pack", "spread", "goodput"]),
-              help="The operator also runs the DIJobs of DI-engine, and places the preemptible ones so.")  # fmt: skip
+              help="The operator also runs the DIJobs of DI-engine, and places the preemptible ones so. Prints the "
+              "di-server, too.")  # fmt: skip
 @click.option("--brain", is_flag=True, help="Also the account of a Brain with --monitor kubernetes, in --namespace.")
 @click.option("--definitions", is_flag=True, help="Only the definitions of ElasticJob, ScalePlan and DIJob.")
 def manifest(
@@ -52,6 +53,8 @@ def manifest(
             if di_policy is not None and only is not None:
                 raise UsageError("DIJobs need the nodes of the whole cluster", hint="leave out --only or --di-policy")
             objects += manifests.operator_objects(namespace, image, only, di_policy=di_policy)
+            if di_policy is not None:
+                objects += manifests.di_server_objects(namespace, image)
             if brain:
                 objects += manifests.brain_objects(namespace)
             for one in sorted(set(job_namespace)) or [only or "default"]:

@@ -49,12 +49,15 @@ def command() -> None:
 @click.option("--port", default=PORT, type=click.IntRange(0, 65535), help="0 picks a free one and prints it.")
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
+@click.option("--no-token", is_flag=True,
+              help="Answer all requests: the client of DI-engine sends no token. Let a NetworkPolicy limit who reaches the "
+              "address, as dlrover-hooks manifest does.")  # fmt: skip
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="Serve HTTPS with this certificate.")
 @click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False), help="Its key, if that is not in it.")
 @_cluster
 def serve(
-    host: str, port: int, token: str | None, token_file: str | None, ssl_certfile: str | None, ssl_keyfile: str | None,
-    context: str | None, kubeconfig: str | None,
+    host: str, port: int, token: str | None, token_file: str | None, no_token: bool, ssl_certfile: str | None,
+    ssl_keyfile: str | None, context: str | None, kubeconfig: str | None,
 ) -> None:  # fmt: skip
     """Answer GET, POST and DELETE /v2alpha1/NAMESPACE.NAME.GENERATION/replicas, and POST .../profilings.
 
@@ -63,9 +66,12 @@ def serve(
     logging.basicConfig(level="WARNING", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         token = read_token(token_file) if token_file is not None else token
+        if no_token and token is not None:
+            raise UsageError("--no-token, and a token", hint="give one of them; DLROVER_HOOKS_TOKEN is a token, too")
         where = Listening(
-            host, port, None, token, ssl_certfile, ssl_keyfile, server="di-server", clients="the jobs of DI-engine"
-        )
+            host, port, None, token, ssl_certfile, ssl_keyfile, server="di-server", clients="the jobs of DI-engine",
+            open=no_token,
+        )  # fmt: skip
         check_tls(where)
         api = ApiServer(context, kubeconfig=kubeconfig)
         listener = listening(where)

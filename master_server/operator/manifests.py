@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover_hooks.kubernetes import custom_resources, names
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.master.di_orchestrator import di_job_resource
+from dlrover_hooks.master.di_orchestrator import di_job_resource, replicas
 from dlrover_hooks.master.operator.job_objects import ACCOUNT
 
 NAME = names.OPERATOR
@@ -46,9 +46,22 @@ MASTER_RULES = [
     _rule("", "pods", *_FOLLOW),
 ]
 """What the master of a job may do, in its namespace."""
+DI_SERVER, DI_SERVER_PORT = "dlrover-hooks-di-server", 8080
+DI_SERVER_RULES = [
+    _rule(di_job_resource.GROUP, di_job_resource.DI_JOBS, "get"),
+    _rule(di_job_resource.GROUP, f"{di_job_resource.DI_JOBS}/status", "patch"),
+    _rule("", "pods", "list"),
+]
+"""What the di-server may do."""
 BRAIN = "dlrover-hooks-brain"
 BRAIN_RULES = [_rule("", "nodes", *_FOLLOW), _rule("", "pods", *_FOLLOW)]
 """What a Brain may do that divides the cluster (`--monitor kubernetes`)."""
+
+
+_UNPRIVILEGED: Manifest = {
+    "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 65532, "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
 
 
 def operator_objects(
@@ -62,16 +75,14 @@ def operator_objects(
     account = {"kind": "ServiceAccount", "name": NAME, "namespace": namespace}
     arguments = ["--lease", namespace, "--health-port", str(HEALTH_PORT), "--log-level", "info"]
     arguments += [] if only is None else ["--namespace", only]
-    arguments += [] if di_policy is None else ["--di-policy", di_policy]
+    if di_policy is not None:
+        arguments += ["--di-policy", di_policy, "--di-server", f"http://{DI_SERVER}.{namespace}.svc:{DI_SERVER_PORT}"]
     health = {"path": "/healthz", "port": HEALTH_PORT}
     container = {
         "name": "operator", "image": image, "command": ["python", "-m", "dlrover_hooks.master.operator"],
         "args": arguments, "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
         "livenessProbe": {"httpGet": health, "periodSeconds": 10},
-        "securityContext": {
-            "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 65532,
-            "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _UNPRIVILEGED,
     }  # fmt: skip
     pod = {"serviceAccountName": NAME, "containers": [container]}
     deployment = {
@@ -97,6 +108,39 @@ def job_namespace_objects(namespace: str) -> list[Manifest]:
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
         *_role("Role", meta, MASTER_RULES, account),
+    ]
+
+
+def di_server_objects(namespace: str, image: str) -> list[Manifest]:
+    """The di-server. Its clients send no token, so only the Pods of `DIJob`s may reach it."""
+    labels = {"app.kubernetes.io/name": DI_SERVER}
+    meta = {"name": DI_SERVER, "namespace": namespace, "labels": labels}
+    account = {"kind": "ServiceAccount", "name": DI_SERVER, "namespace": namespace}
+    health = {"path": "/healthz", "port": DI_SERVER_PORT}
+    container = {
+        "name": "di-server", "image": image,
+        "command": ["python", "-m", "dlrover_hooks.master.di_orchestrator", "serve"],
+        "args": ["--host", "0.0.0.0", "--port", str(DI_SERVER_PORT), "--no-token"],
+        "ports": [{"containerPort": DI_SERVER_PORT}], "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "readinessProbe": {"httpGet": health}, "livenessProbe": {"httpGet": health, "periodSeconds": 10},
+        "securityContext": _UNPRIVILEGED,
+    }  # fmt: skip
+    pod = {"serviceAccountName": DI_SERVER, "containers": [container]}
+    deployment = {
+        "replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": pod},
+    }  # fmt: skip
+    clients = {"namespaceSelector": {}, "podSelector": {"matchLabels": {replicas.OPERATOR_LABEL: names.OPERATOR}}}
+    policy = {
+        "podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"],
+        "ingress": [{"from": [clients], "ports": [{"port": DI_SERVER_PORT}]}],
+    }  # fmt: skip
+    service = {"selector": labels, "ports": [{"name": "http", "port": DI_SERVER_PORT}]}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        *_role("ClusterRole", {"name": DI_SERVER}, DI_SERVER_RULES, account),
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployment},
+        {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
+        {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": policy},
     ]
 
 

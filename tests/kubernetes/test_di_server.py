@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 
+from dlrover_hooks.master.operator import manifests
 from tests.kubernetes.test_di_controller import Cluster, until_file
 from tests.waiting import until
 
@@ -25,7 +27,12 @@ class Served:
 
     def __init__(self) -> None:
         self.cluster = Cluster()
-        command = [sys.executable, "-m", MODULE, "serve", "--port", "0", "--kubeconfig", self.cluster.plane.kubeconfig]
+        plane, namespace = self.cluster.plane, self.cluster.namespace
+        for one in manifests.di_server_objects(namespace, "none"):
+            applied = plane.kubectl("apply", "-f", "-", stdin=json.dumps(one))
+            assert applied.returncode == 0, applied.stderr
+        account = plane.account_kubeconfig(namespace, manifests.DI_SERVER)
+        command = [sys.executable, "-m", MODULE, "serve", "--port", "0", "--kubeconfig", account]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         self.url = self._process.stderr.readline().split()[2]

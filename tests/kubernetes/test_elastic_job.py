@@ -467,5 +467,6 @@ def test_the_jobs_of_the_page_can_be_applied(bare_cluster: Cluster, block: str) 
     assert json.loads(shown)["spec"] == job["spec"], "no field is unknown"
 
 
-def test_the_page_shows_the_example() -> None:
-    assert (ROOT / "examples/kubernetes/job.yaml").read_text() in PAGE
+@pytest.mark.parametrize("name", ["job.yaml", "dijob.yaml"])
+def test_the_page_shows_the_example(name: str) -> None:
+    assert (ROOT / "examples/kubernetes" / name).read_text() in PAGE

@@ -55,3 +55,36 @@ def test_without_an_image_it_says_what_it_needs() -> None:
     found = CliRunner().invoke(main, ["manifest"])
     assert found.exit_code == 78
     assert "the operator needs --image" in found.output
+
+
+def test_di_jobs_have_an_operator_with_their_rights_and_a_server_that_only_they_reach() -> None:
+    found = printed("--image", "mine:1", "--di-policy", "pack")
+    server = "dlrover-hooks-di-server"
+    assert [kind for kind, _, name in kinds(found) if name == server] == [
+        "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Deployment", "Service", "NetworkPolicy",
+    ]  # fmt: skip
+    by_kind = {one["kind"]: one for one in found if one["metadata"]["name"] == server}
+    (rule,) = by_kind["NetworkPolicy"]["spec"]["ingress"]
+    assert rule["from"] == [{"namespaceSelector": {}, "podSelector": {"matchLabels": {
+        "diengine/operator": "dlrover-hooks-operator"}}}]  # fmt: skip
+    (operator,) = [one for one in found if one["kind"] == "Deployment" and one["metadata"]["name"] != server]
+    arguments = operator["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments[-4:] == ["--di-policy", "pack", "--di-server", f"http://{server}.dlrover-hooks.svc:8080"]
+    resources = {
+        name for one in found if one["kind"] == "ClusterRole" for rule in one["rules"] for name in rule["resources"]
+    }
+    assert {"dijobs", "dijobs/status", "nodes"} <= resources
+    without = printed("--image", "mine:1")
+    assert "dijobs" not in str([one for one in without if one["kind"] == "ClusterRole"])
+    refused = CliRunner().invoke(main, ["manifest", "--image", "a", "--di-policy", "pack", "--only", "b"])
+    assert (refused.exit_code, "the nodes of the whole cluster" in refused.output) == (78, True)
+
+
+def test_the_account_of_a_brain() -> None:
+    found = printed("--image", "mine:1", "--brain")
+    (role,) = [
+        one for one in found if one["kind"] == "ClusterRole" and one["metadata"]["name"] == "dlrover-hooks-brain"
+    ]
+    assert {(name, tuple(rule["verbs"])) for rule in role["rules"] for name in rule["resources"]} == {
+        ("nodes", ("list", "watch")), ("pods", ("list", "watch")),
+    }  # fmt: skip
