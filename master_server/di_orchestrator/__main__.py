@@ -50,8 +50,8 @@ def command() -> None:
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--no-token", is_flag=True,
-              help="Answer all requests: the client of DI-engine sends no token. Let a NetworkPolicy limit who reaches the "
-              "address, as dlrover-hooks manifest does.")  # fmt: skip
+              help="Answer all requests: the client of DI-engine sends no token. Let a NetworkPolicy limit what "
+              "reaches the address, as dlrover-hooks manifest does.")  # fmt: skip
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="Serve HTTPS with this certificate.")
 @click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False), help="Its key, if that is not in it.")
 @_cluster
