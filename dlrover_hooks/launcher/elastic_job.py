@@ -232,8 +232,6 @@ class ElasticJobHost:
             self._tell(self._spec)
             if self._notices is not None:
                 self._notices.look()
-            if self._notices is not None:
-                self._notices.look()
         except MasterAway as away:  # told at the next turn
             log.warning("job %s: %s", self._job, away.message)
 
