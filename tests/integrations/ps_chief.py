@@ -123,7 +123,8 @@ def main() -> None:
         if plan["holds_end"] and not (gate := folder / "go-end").exists():
             write(ends=True)
             until(gate.exists, f"the file {gate.name}", HOLD_S)
-        write(seen=np.concatenate([part.numpy() for part in parts_of(model[0].seen)]).tolist())
+        held = {name: value for name, value in model[0].kept.items() if name in ("seen", "weights")}
+        write(**{name: np.concatenate([part.numpy() for part in parts_of(one)]).tolist() for name, one in held.items()})
 
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=64, max_shards=8)
     trainer = PSTrainer(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
+from dlrover_hooks.client import MasterClient
 from dlrover_hooks.host.ports import free_port
 from dlrover_hooks.kubernetes import custom_resources
 from dlrover_hooks.kubernetes.api_server import ApiServer
@@ -72,6 +74,12 @@ class Cluster:
             "apiVersion": custom_resources.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "mine"},
             "spec": {"replicaSpecs": replicas} | (spec or {}),
         })  # fmt: skip
+
+    def master(self) -> MasterClient:
+        """Of the job's master, with its token. Close it."""
+        (secret,) = self.get("secrets", "-l", "elasticjob-name=mine")["items"]
+        token = base64.b64decode(secret["data"]["token"]).decode()
+        return MasterClient(f"http://127.0.0.1:{self.port}", token, incarnation="test")
 
     @property
     def phase(self) -> str:

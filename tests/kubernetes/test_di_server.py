@@ -63,7 +63,7 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-@pytest.mark.requirement("DI-51", "DI-52", "DI-53", "DI-54", "DI-57", "DI-58", "DI-60", "DI-80")
+@pytest.mark.requirement("DI-2", "DI-51", "DI-52", "DI-53", "DI-54", "DI-57", "DI-58", "DI-60", "DI-80")
 def test_a_job_asks_for_replicas_and_finds_them(served: Served, tmp_path: Path) -> None:
     served.cluster.controller(period_s=0.2)
     served.cluster.create(until_file(tmp_path), 1, preemptible=True)

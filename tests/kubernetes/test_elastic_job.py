@@ -21,6 +21,7 @@ from dlrover_hooks.kubernetes import custom_resources
 from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, job_spec
 from dlrover_hooks.master.operator import manifests
 from dlrover_hooks.master.operator.job_objects import ACCOUNT
+from dlrover_hooks.protocol import ShowVitals
 from tests.e2e.etcd_process import EtcdProcess
 from tests.e2e.test_tls import certificate
 from tests.kubernetes.job_cluster import LONG_S, Cluster
@@ -91,6 +92,56 @@ def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cl
     weights, expected = torch.load(script.weights, weights_only=True), undisturbed(tmp_path / "alone")
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+SHARDS = """
+import os, sys, threading
+import torch
+from torch.utils.data import DataLoader, Dataset
+from dlrover_hooks import ShardDataset, elastic_loader
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 1200
+    def __getitem__(self, index):
+        return index
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = elastic_loader(DataLoader(ShardDataset(Numbers(), shard_size=20), batch_size=10), optimizer=optimizer)
+with open(f"{sys.argv[1]}/{os.environ['DLROVER_HOOKS_NODE']}.seen", "a") as seen:
+    for numbers in loader:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(*numbers.tolist(), file=seen, flush=True)
+        if not os.path.exists(f"{sys.argv[1]}/hurry"):
+            threading.Event().wait(0.3)
+"""
+
+
+@pytest.mark.requirement("DL-46", "DL-60")
+def test_a_master_hands_out_shards_and_knows_what_its_pods_use(cluster: Cluster, tmp_path: Path) -> None:
+    """It writes the plan, collects what the Pods use, and leases the data to their workers."""
+    (tmp_path / "train.py").write_text(SHARDS)
+    cluster.job(["dlrover-hooks", "run", "--standby", "0", str(tmp_path / "train.py"), str(tmp_path)], replicas=2)
+
+    def seen(node: str) -> list[int]:
+        path = tmp_path / f"{node}.seen"
+        return [int(one) for one in path.read_text().split()] if path.exists() else []
+
+    until(lambda: seen("worker-0") and seen("worker-1"), "both workers", LONG_S, diagnostic=cluster.said)
+    client = cluster.master()
+    try:
+        until(lambda: {one.node for one in client.call(ShowVitals("mine")).nodes} == {"worker-0", "worker-1"},
+              "reports of both", LONG_S, diagnostic=cluster.said)  # fmt: skip
+    finally:
+        client.close()
+    (plan,) = cluster.get("scaleplans")["items"]
+    assert [one["name"] for one in plan["spec"]["createPods"]] == ["worker-0", "worker-1"]
+    (tmp_path / "hurry").touch()
+    cluster.ends("Succeeded")
+    assert sorted(seen("worker-0") + seen("worker-1")) == list(range(1200))
 
 
 def test_a_worker_that_finds_no_machine_holds_no_other_one_up(cluster: Cluster, tmp_path: Path) -> None:

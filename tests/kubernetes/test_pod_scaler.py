@@ -210,7 +210,7 @@ def test_a_pod_whose_creation_was_not_answered_is_the_node(job: Job) -> None:
     assert (api.lost, set(job.pods())) == (2, {"job-worker-0", "job-worker-1"})
 
 
-@pytest.mark.requirement("SC-51")
+@pytest.mark.requirement("SC-49", "SC-50", "SC-51")
 def test_a_pod_that_cannot_be_created_is_tried_again_and_given_up_with_the_servers_reason(job: Job) -> None:
     tries = list[str]()
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.client import MasterClient
 from dlrover_hooks.kubernetes import custom_resources
-from tests.integrations.ps_job import CHIEF, PYTHON, environment
+from tests.integrations.ps_job import CHIEF, PYTHON, environment, ps_job
 from tests.kubernetes.job_cluster import LONG_S, Cluster
 from tests.waiting import json_lines, until
 
@@ -79,9 +78,7 @@ class PSJob:
 
     def announced(self, version: int) -> None:
         """Wait until the master has announced this cluster version: the chief may be held meanwhile."""
-        (secret,) = self.cluster.get("secrets", "-l", "elasticjob-name=mine")["items"]
-        token = base64.b64decode(secret["data"]["token"]).decode()
-        client = MasterClient(f"http://127.0.0.1:{self.cluster.port}", token, incarnation="test")
+        client = self.cluster.master()
         try:
             until(lambda: client.call(p.ShowTasks("mine")).version >= version, f"version {version}", LONG_S,
                   diagnostic=self.cluster.said)  # fmt: skip
@@ -99,7 +96,7 @@ class PSJob:
     def check(self) -> None:
         """It has succeeded, and each shard is in the model once."""
         self.cluster.ends("Succeeded")
-        assert [row["seen"] for row in json_lines(self.lives) if "seen" in row][-1] == [1] * SHARDS
+        assert last(self.lives)["seen"] == [1] * SHARDS
 
     def check_steps(self) -> None:
         """Each was made once: nothing was lost and made again."""
@@ -108,6 +105,11 @@ class PSJob:
     def versions(self) -> set[int]:
         """Cluster versions that the chief has made steps with."""
         return {row["version"] for row in json_lines(self.lives) if "version" in row}
+
+
+def last(lives: Path) -> dict[str, Any]:
+    """What the model held at the end."""
+    return [row for row in json_lines(lives) if "seen" in row][-1]
 
 
 @pytest.mark.requirement("DL-55")
@@ -141,6 +143,10 @@ def test_servers_come_and_go_and_a_master_is_lost_and_each_shard_is_applied_once
     job.release(400)
     job.check()
     assert job.versions() == {1, 2, 3, 4}
+    (tmp_path / "alone").mkdir()
+    with ps_job(tmp_path / "alone", "alone", {"samples": 2 * SHARDS, "size": 2}, ps=1, workers=1) as alone:
+        alone.end()
+        assert np.allclose(last(job.lives)["weights"], last(alone.lives)["weights"], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.requirement("DL-52", "DL-53")
