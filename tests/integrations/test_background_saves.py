@@ -223,8 +223,8 @@ SCRIPT = """
                 file.write("whole")
     behind = BackgroundSaves()
     behind.save(sys.argv[1], write)
-    if sys.argv[2] == "wait":
-        threading.Event().wait()
+    while sys.argv[2] == "wait":  # a signal that comes just before a wait does not end it
+        threading.Event().wait(0.1)
 """
 
 
