@@ -35,7 +35,7 @@ class Listening(msgspec.Struct, frozen=True):
     server: str = "master"
     clients: str = "the workers"
     open: bool = False
-    """Without a token, too: who reaches the address is limited elsewhere."""
+    """Without a token, too: something else limits what reaches the address."""
 
 
 def listening(options: Listening) -> socket.socket:

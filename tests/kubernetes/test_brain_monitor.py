@@ -1,4 +1,4 @@
-"""The Brain and its cluster monitor beside real jobs: what they are told, and who plans."""
+"""The Brain and its cluster monitor beside real jobs: the first plan, and what the monitor sees."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_worker_that_finds_no_machine_holds_no_other_one_up(cluster: Cluster, 
 def test_workers_leave_a_node_that_is_cordoned_before_their_pods_are_ended(
     bare_cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The operator tells the master, the master the workers: they leave at one step, and nobody deletes their Pod."""
+    """The operator tells the master, the master the workers: they leave at one step, before their Pod is deleted."""
     cluster, script = bare_cluster, TrainedScript(tmp_path)
     cluster.start_operator(nodes=True)
     cluster.job(script.command, str(tmp_path / "saved"), replicas=2)

@@ -19,7 +19,7 @@ LAG_S = 0.5
 
 
 class Follower:
-    """Someone's watch. It gets the changes of one collection in order, each up to `LAG_S` late, until it is closed."""
+    """A watch. It gets the changes of one collection in order, each up to `LAG_S` late, until it is closed."""
 
     def __init__(self, path: str, labels: dict[str, tuple[str, ...]], changed: Changed) -> None:
         self.path, self.labels, self.changed = path, labels, changed

@@ -96,7 +96,7 @@ class ClusterDay:
         self._submit_all()
         self._plan_faults()
         self.time.after(self.size.period_s, self._schedule)
-        self.time.after(_CHECK_S + _QUIET_S, self._check_ranks)  # not just when all jobs are placed anew
+        self.time.after(_CHECK_S + _QUIET_S, self._check_ranks)  # not just when all jobs are placed again
         self.time.after(_HOUR, self._hour)
         end = self.size.hours * _HOUR
         while self.time.now < 4 * end and not (self.time.now > end and self._all_over()):
