@@ -46,6 +46,17 @@ def requested(pod: Manifest, default: Mapping[str, str] = _NOTHING) -> Counter[s
     return total
 
 
+def free(nodes: Iterable[Manifest], pods: Iterable[Manifest]) -> dict[str, dict[str, float]]:
+    """By the name of a usable node: what these Pods leave of it; nothing is less than 0."""
+    used, found = taken(pods), dict[str, dict[str, float]]()
+    for node in nodes:
+        if usable(node):
+            name = node["metadata"]["name"]
+            mine = used.get(name, Counter[str]())
+            found[name] = {kind: max(0.0, count - mine[kind]) for kind, count in allocatable(node).items()}
+    return found
+
+
 def taken(pods: Iterable[Manifest]) -> dict[str, Counter[str]]:
     """By the name of a node: what the Pods on it request that have not ended."""
     found = dict[str, Counter[str]]()

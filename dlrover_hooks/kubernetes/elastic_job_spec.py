@@ -9,7 +9,7 @@ import msgspec
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.kubernetes import names, node_pods
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.protocol import NodeResource, NodeType, ResourceLimits, ScalingMode
+from dlrover_hooks.protocol import NodeGroupResource, NodeResource, NodeType, ResourceLimits, ScalingMode
 
 MOST_WORKERS = 60
 """Of a job without `maxReplicas`, as DLRover's optimizer has it."""
@@ -54,10 +54,14 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
     clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
     ttl_seconds_after_finished: int | None = None
 
+    def replica(self, kind: str) -> ReplicaSpec:
+        """What the job says of a type of Pod."""
+        return self.replica_specs.get(kind, ReplicaSpec())
+
     @property
     def master(self) -> ReplicaSpec:
         """Of the Pod of the master."""
-        return self.replica_specs.get(names.MASTER_TYPE, ReplicaSpec())
+        return self.replica(names.MASTER_TYPE)
 
     @property
     def master_serves_tls(self) -> bool:
@@ -72,7 +76,7 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def workers(self) -> ReplicaSpec:
         """Of the workers."""
-        return self.replica_specs.get(_WORKER, ReplicaSpec())
+        return self.replica(_WORKER)
 
     @property
     def has_ps(self) -> bool:
@@ -90,7 +94,7 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
         In a parameter server job a type without one has that of the chief, or else that of the workers.
         """
         others = (_CHIEF, _WORKER) if self.has_ps and kind in (_CHIEF, _PS, _WORKER) else ()
-        found = (self.replica_specs.get(name, ReplicaSpec()).template for name in (kind, *others))
+        found = (self.replica(name).template for name in (kind, *others))
         return next((one for one in found if one is not None), None)
 
     def runs_script(self, kind: str) -> bool:
@@ -99,7 +103,7 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
         """
         if not self.has_ps or kind == _CHIEF:
             return True
-        own = self.replica_specs.get(kind, ReplicaSpec()).template
+        own = self.replica(kind).template
         return _CHIEF in self.replica_specs and own is not None and bool(_container(own).get("command"))
 
     @property
@@ -107,13 +111,13 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
         """Without `optimizeMode` a job has the numbers of nodes that it says, or is planned if it says none."""
         if self.optimize_mode:
             return ScalingMode(self.optimize_mode)
-        given = all(self.replica_specs.get(kind, ReplicaSpec()).replicas is not None for kind in self.kinds)
+        given = all(self.replica(kind).replicas is not None for kind in self.kinds)
         return ScalingMode.MANUAL if given else ScalingMode.SINGLE_JOB
 
     @property
     def relaunches(self) -> int:
         """So many nodes that have failed are replaced within the window of the master."""
-        given = [self.replica_specs.get(kind, ReplicaSpec()).restart_count for kind in (_WORKER, *self.kinds)]
+        given = [self.replica(kind).restart_count for kind in (_WORKER, *self.kinds)]
         return next((one for one in given if one is not None), RELAUNCHES)
 
     @property
@@ -127,6 +131,16 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
             if size != NodeResource() or self.mode is ScalingMode.MANUAL:
                 found[kind] = size
         return found
+
+    @property
+    def groups(self) -> dict[str, NodeGroupResource]:
+        """By type: how many nodes the user wants, of which size."""
+        sizes, counts = self.sizes, {kind: self.replica(kind).replicas for kind in self.kinds}
+        return {
+            kind: NodeGroupResource(count, sizes.get(kind, NodeResource()))
+            for kind, count in counts.items()
+            if count is not None
+        }
 
     @property
     def limits(self) -> ResourceLimits:
@@ -156,7 +170,7 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
                 "parameter servers and workers",
                 hint="run the master elsewhere, and say so by spec.replicaSpecs.dlrover-master.replicas: 0",
             )
-        if self.has_ps and (self.replica_specs.get(_CHIEF, ReplicaSpec()).replicas or 1) != 1:
+        if self.has_ps and (self.replica(_CHIEF).replicas or 1) != 1:
             raise UsageError("spec.replicaSpecs.chief.replicas: a job has one chief", hint="leave it out")
         if self.template(_WORKER) is None:
             raise UsageError("spec.replicaSpecs.worker.template is missing", hint="give the Pod of a worker")
@@ -172,7 +186,7 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
             )
 
     def _check_replicas(self, kind: str) -> None:
-        wanted = self.replica_specs.get(kind, ReplicaSpec()).replicas
+        wanted = self.replica(kind).replicas
         limits = self.limits
         least, most = (limits.min_ps, limits.max_ps) if kind == _PS else (limits.min_workers, limits.max_workers)
         if wanted is not None and not least <= wanted <= most:
@@ -184,14 +198,14 @@ class ElasticJobSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     def _bounds(self, kind: str) -> tuple[int, int]:
         """How many nodes of a type there may be."""
-        replica = self.replica_specs.get(kind, ReplicaSpec())
+        replica = self.replica(kind)
         least = 1 if replica.min_replicas is None else replica.min_replicas
         if replica.max_replicas is not None:
             return least, replica.max_replicas
         return least, max(MOST_PS if kind == _PS else MOST_WORKERS, replica.replicas or 0, least)
 
     def _size(self, kind: str) -> NodeResource:
-        replica = self.replica_specs.get(kind, ReplicaSpec())
+        replica = self.replica(kind)
         return node_pods.container_size(_container(self.template(kind) or {}), replica.resource)
 
 

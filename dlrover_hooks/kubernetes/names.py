@@ -36,6 +36,16 @@ def object_name(*parts: str) -> str:
     return text if re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", text) and len(text) <= MOST else _cut(text)
 
 
+def master_name(job: str) -> str:
+    """Of the Pod and the Service of this job's master."""
+    return object_name(job, "master")
+
+
+def service_host(name: str, namespace: str) -> str:
+    """By which Pods find a Service, where the cluster has DNS."""
+    return f"{name}.{namespace}.svc"
+
+
 def _cut(text: str) -> str:
     """Its letters and digits, and a hash of the whole."""
     kept = re.sub(r"[^a-z0-9]+", "-", text.lower())[: MOST - _HASH - 1].strip("-") or "x"

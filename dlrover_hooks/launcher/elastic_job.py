@@ -13,7 +13,6 @@ import selectors
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
 from types import FrameType
 
 import click
@@ -25,12 +24,13 @@ from dlrover_hooks.errors import HooksError, MasterAway, MasterError
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.kubernetes import custom_resources, names
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
-from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, ElasticJobSpec, ReplicaSpec, job_spec
+from dlrover_hooks.kubernetes.elastic_job_spec import CERTIFICATE, ElasticJobSpec, job_spec
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.launcher.departure_notices import DepartureNotices
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import GAVE_UP, USAGE, USER_ERROR
+from dlrover_hooks.launcher.master_endpoint import Endpoint
 from dlrover_hooks.launcher.nodes.node_host import NodeHost
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_journal
 from dlrover_hooks.launcher.running_jobs import listed
@@ -85,9 +85,10 @@ def command(
             host = ElasticJobHost(api, api.get(path), settings.load().token)
             listener = listen(port, "0.0.0.0")
             owned.callback(listener.close)
-            advertise = f"http://{f'[{host_ip}]' if ':' in host_ip else host_ip}:{listener.getsockname()[1]}"
-            if ssl_certfile:  # whose name a certificate has
-                advertise = f"https://{names.object_name(job, 'master')}.{namespace}.svc:{port}"
+            scheme, known_as = "http", host_ip
+            if ssl_certfile:  # it is for this name
+                scheme, known_as = "https", names.service_host(names.master_name(job), namespace)
+            advertise = Endpoint(known_as, listener.getsockname()[1], scheme).url
             found = journal or owned.enter_context(temporary_journal())
             code = host.run(Served(
                 listener, found, journal is None, hang_timeout, host.brain, ssl_certfile, ssl_keyfile,
@@ -105,16 +106,6 @@ def scaling_request(job: str, incarnation: str, spec: ElasticJobSpec) -> p.Start
         job, incarnation, spec.mode, spec.limits, ps=spec.has_ps, sizes=spec.sizes, keep_nodes=True,
         relaunches=spec.relaunches,
     )  # fmt: skip
-
-
-def wanted_groups(spec: ElasticJobSpec, sizes: Mapping[str, p.NodeResource]) -> dict[str, p.NodeGroupResource]:
-    """By type: the numbers of nodes that the user gives."""
-    given = {kind: spec.replica_specs.get(kind, ReplicaSpec()).replicas for kind in spec.kinds}
-    return {
-        kind: p.NodeGroupResource(count, sizes.get(kind, p.NodeResource()))
-        for kind, count in given.items()
-        if count is not None
-    }
 
 
 class ElasticJobHost:
@@ -238,7 +229,7 @@ class ElasticJobHost:
     def _tell(self, spec: ElasticJobSpec) -> None:
         """Have the master follow the spec."""
         request = scaling_request(self._job, self._incarnation, spec)
-        groups = wanted_groups(spec, request.sizes)
+        groups = spec.groups
         if request != self._request:
             self._client.call(request)
             self._request = request

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
 import selectors
 import time
 
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.client.liveness_connection import Watcher
 from dlrover_hooks.errors import MasterError
+from dlrover_hooks.host.wake_pipe import WakePipe
 from dlrover_hooks.protocol import Notice
 
 _AGAIN_S = 1.0
@@ -23,12 +22,9 @@ class MasterEvents:
     """
 
     def __init__(self, client: MasterClient, job: str, selector: selectors.BaseSelector) -> None:
-        self._client, self._job, self._selector = client, job, selector
+        self._client, self._job = client, job
         self._heard: collections.deque[Notice | MasterError] = collections.deque()
-        self._wake, self._wake_end = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(self._wake_end, False)
-        selector.register(self._wake, selectors.EVENT_READ)
+        self._wake = WakePipe(selector)
         self._watcher: Watcher | None = None
         self._again_at = 0.0
 
@@ -52,9 +48,7 @@ class MasterEvents:
 
     def take(self) -> list[Notice | MasterError]:
         """The notices since the last call; an error: this agent is unknown to the master."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, 1024):
-                pass
+        self._wake.drain()
         said = [self._heard.popleft() for _ in range(len(self._heard))]
         if any(isinstance(one, MasterError) or one.finished for one in said):
             self.hang_up()
@@ -69,11 +63,8 @@ class MasterEvents:
     def close(self) -> None:
         """End the thread, and close the pipe."""
         self.hang_up()
-        self._selector.unregister(self._wake)
-        os.close(self._wake)
-        os.close(self._wake_end)
+        self._wake.close()
 
     def _hear(self, said: Notice | MasterError) -> None:
         self._heard.append(said)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_end, b".")
+        self._wake.wake()

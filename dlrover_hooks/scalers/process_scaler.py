@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import selectors
 import signal
 import time
@@ -15,6 +13,7 @@ import msgspec
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import LaunchError
 from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.host.wake_pipe import WakePipe
 from dlrover_hooks.protocol import Node, NodeExit
 from dlrover_hooks.scalers.node_reconciler import StartRetries
 from dlrover_hooks.scalers.reconciling_scaler import ReconcilingScaler
@@ -72,11 +71,8 @@ class ProcessScaler(ReconcilingScaler):
         """By launch, under `_changed`."""
         self._closed = False
         self._selector = selectors.DefaultSelector()
-        self._wake, self._wake_end = os.pipe()
-        for end in (self._wake, self._wake_end):
-            os.set_blocking(end, False)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._watcher = self._thread("watch", self._watch, wake=self._wake_up)
+        self._wake = WakePipe(self._selector)
+        self._watcher = self._thread("watch", self._watch, wake=self._wake.wake)
         self._threads.append(self._watcher)
 
     def pids(self) -> dict[str, int]:
@@ -100,7 +96,7 @@ class ProcessScaler(ReconcilingScaler):
         with self._changed:
             if not self._closed:
                 self._processes[launch] = _NodeProcess(child, limits)
-                self._wake_up()
+                self._wake.wake()
                 return True
         child.end()
         limits.close()
@@ -115,7 +111,7 @@ class ProcessScaler(ReconcilingScaler):
             if grace > 0:
                 process.child.ask_to_end()
             process.kill_at = min(process.kill_at, time.monotonic() + grace)
-            self._wake_up()
+            self._wake.wake()
 
     def _resize(self, launch: int, node: Node) -> None:
         with self._changed:
@@ -130,13 +126,8 @@ class ProcessScaler(ReconcilingScaler):
             process.child.end()
             process.limits.close()
         self._methods.close()
+        self._wake.close()
         self._selector.close()
-        os.close(self._wake)
-        os.close(self._wake_end)
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_end, b".")
 
     # ---- the thread that watches ------------------------------------------------------------------------------------
 
@@ -150,10 +141,10 @@ class ProcessScaler(ReconcilingScaler):
                 kill_at = min((process.kill_at for process in self._processes.values()), default=math.inf)
                 idle = not self._processes
             wait_s = None if idle else min(max(0.0, kill_at - time.monotonic()), _LOOK_S)
-            for key, _ in self._selector.select(wait_s):
-                if key.data is None:
-                    os.read(self._wake, 4096)
-                else:
+            ready = self._selector.select(wait_s)
+            self._wake.drain()
+            for key, _ in ready:
+                if key.data is not None:
                     self._reap(key.data)
             self._kill_late()
             self._methods.look()

@@ -10,6 +10,7 @@ from dlrover_hooks.kubernetes import cluster_resources, names
 from dlrover_hooks.kubernetes.api_server import ApiServer, Manifest
 from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
+from dlrover_hooks.kubernetes.owned_objects import keep
 from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.master.brain.cluster_monitor import ClusterJob, ClusterMonitor, ClusterSample
 
@@ -53,28 +54,18 @@ class KubernetesClusterMonitor(ClusterMonitor):
 
     def _take(self, found: dict[str, Manifest], change: ObjectChange) -> None:
         with self._lock:
-            if change.deleted:
-                found.pop(change.uid, None)
-            else:
-                found[change.uid] = change.manifest
+            keep(found, change.uid, change)
 
 
 def cluster_sample_of(nodes: list[Manifest], pods: list[Manifest]) -> ClusterSample:
     """Of a whole cluster. Pure."""
     own = [pod for pod in pods if _label(pod, names.MANAGED_BY) in _OF_JOBS]
-    jobs, others = (
-        cluster_resources.taken(own),
-        cluster_resources.taken(pod for pod in pods if _label(pod, names.MANAGED_BY) not in _OF_JOBS),
-    )
-    capacity, memory, used = Counter[str](), 0.0, Counter[str]()
-    for node in nodes:
-        name = node["metadata"]["name"]
-        if cluster_resources.usable(node):
-            free = Counter(cluster_resources.allocatable(node))
-            free.subtract(others.get(name, Counter[str]()))
-            memory += max(0.0, free["memory"])
-            capacity.update({kind: math.floor(max(0.0, free[kind])) for kind in free if kind == "cpu" or "/" in kind})
-        used.update(jobs.get(name, Counter[str]()))
+    others = [pod for pod in pods if _label(pod, names.MANAGED_BY) not in _OF_JOBS]
+    capacity, memory = Counter[str](), 0.0
+    for free in cluster_resources.free(nodes, others).values():
+        memory += free.get("memory", 0.0)
+        capacity.update({kind: math.floor(count) for kind, count in free.items() if kind == "cpu" or "/" in kind})
+    used = sum(cluster_resources.taken(own).values(), Counter[str]())
     return ClusterSample(
         "kubernetes", "", {kind: count for kind, count in capacity.items() if count}, round(used["cpu"], 2),
         int(memory) >> 20, int(used["memory"]) >> 20, _jobs(own),

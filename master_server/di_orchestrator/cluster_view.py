@@ -9,9 +9,8 @@ from typing import Any
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.kubernetes import cluster_resources, timestamps
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.kubernetes.pod_status import pod_end
 from dlrover_hooks.master.di_orchestrator import replicas
-from dlrover_hooks.master.di_orchestrator.allocator import JobInfo, NodeInfo, NodeList, less
+from dlrover_hooks.master.di_orchestrator.allocator import JobInfo, NodeInfo, NodeList
 from dlrover_hooks.master.di_orchestrator.di_job_resource import (
     DIJobPhase,
     DIJobSpec,
@@ -57,17 +56,11 @@ def placed_jobs(jobs: Iterable[Manifest]) -> dict[str, Placed]:
 def free_nodes(nodes: Iterable[Manifest], pods: Iterable[Manifest], jobs: Iterable[Manifest]) -> dict[str, NodeInfo]:
     """What the ready nodes have for preemptible jobs: what no other Pod requests."""
     preemptible = {job["metadata"]["uid"] for job in jobs if job["spec"].get("preemptible")}
-    free = {
-        node["metadata"]["name"]: _node_resource(cluster_resources.allocatable(node))
-        for node in nodes
-        if cluster_resources.usable(node)
-    }
-    for pod in pods:
-        owners = {one["uid"] for one in pod["metadata"].get("ownerReferences", ())}
-        name = pod["spec"].get("nodeName")
-        if name in free and not owners & preemptible and pod_end(pod) is None:
-            free[name] = less(free[name], _pod_size(pod))
-    return {name: NodeInfo(name, left) for name, left in free.items()}
+    others = (
+        pod for pod in pods if not {one["uid"] for one in pod["metadata"].get("ownerReferences", ())} & preemptible
+    )
+    free = cluster_resources.free(nodes, others)
+    return {name: NodeInfo(name, _node_resource(left)) for name, left in free.items()}
 
 
 def task_status(pods: Iterable[Manifest], known: Iterable[str]) -> dict[str, dict[str, int]]:

@@ -8,7 +8,7 @@ import msgspec
 
 from dlrover_hooks.kubernetes import custom_resources, names, node_pods
 from dlrover_hooks.kubernetes.api_server import Manifest
-from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec, ReplicaSpec
+from dlrover_hooks.kubernetes.elastic_job_spec import ElasticJobSpec
 from dlrover_hooks.protocol import Node, NodeType
 
 PORT = 8780
@@ -30,11 +30,6 @@ class MasterOptions(msgspec.Struct, frozen=True):
     port: int = PORT
     image: str = ""
     account: str = ACCOUNT
-
-
-def master_name(job: str) -> str:
-    """Of the Pod and the Service of this job's master."""
-    return names.object_name(job, "master")
 
 
 def secret_name(job: Manifest) -> str:
@@ -63,7 +58,7 @@ def master_url(service: Manifest, *, tls: bool = False) -> str:
     """For Pods. It needs no DNS, unless the master serves TLS: a certificate has a name."""
     spec, meta = service["spec"], service["metadata"]
     if tls:
-        return f"https://{meta['name']}.{meta['namespace']}.svc:{spec['ports'][0]['port']}"
+        return f"https://{names.service_host(meta['name'], meta['namespace'])}:{spec['ports'][0]['port']}"
     address = spec["clusterIP"]
     return f"http://{f'[{address}]' if ':' in address else address}:{spec['ports'][0]['port']}"
 
@@ -95,7 +90,7 @@ def node_template(job: Manifest, spec: ElasticJobSpec, node: Node, url: str | No
     """
     kind = node.type.value
     if url is None:
-        return spec.replica_specs.get(kind, ReplicaSpec()).template
+        return spec.replica(kind).template
     template = copy.deepcopy(spec.template(kind))
     if template is None:
         return None
@@ -134,7 +129,7 @@ def _meta(job: Manifest, given: Manifest | None = None) -> Manifest:
     name, given = job["metadata"]["name"], given or {}
     labels = {**given.get("labels", {}), **_labels(name), names.MANAGED_BY: names.OPERATOR}
     owners = [custom_resources.owner_reference(job)]
-    return {**given, "name": master_name(name), "labels": labels, "ownerReferences": owners}
+    return {**given, "name": names.master_name(name), "labels": labels, "ownerReferences": owners}
 
 
 def _labels(job: str) -> dict[str, str]:

@@ -58,12 +58,6 @@ BRAIN_RULES = [_rule("", "nodes", *_FOLLOW), _rule("", "pods", *_FOLLOW)]
 """What a Brain may do that divides the cluster (`--monitor kubernetes`)."""
 
 
-_UNPRIVILEGED: Manifest = {
-    "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 65532, "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}  # fmt: skip
-
-
 def operator_objects(
     namespace: str, image: str, only: str | None = None, *, di_policy: str | None = None
 ) -> list[Manifest]:
@@ -72,63 +66,33 @@ def operator_objects(
     """
     meta = {"name": NAME, "labels": {"app.kubernetes.io/name": NAME}}
     own = meta | {"namespace": namespace}
-    account = {"kind": "ServiceAccount", "name": NAME, "namespace": namespace}
     arguments = ["--lease", namespace, "--health-port", str(HEALTH_PORT), "--log-level", "info"]
     arguments += [] if only is None else ["--namespace", only]
     if di_policy is not None:
-        arguments += ["--di-policy", di_policy, "--di-server", f"http://{DI_SERVER}.{namespace}.svc:{DI_SERVER_PORT}"]
-    health = {"path": "/healthz", "port": HEALTH_PORT}
-    container = {
-        "name": "operator", "image": image, "command": ["python", "-m", "dlrover_hooks.master.operator"],
-        "args": arguments, "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
-        "livenessProbe": {"httpGet": health, "periodSeconds": 10},
-        "securityContext": _UNPRIVILEGED,
-    }  # fmt: skip
-    pod = {"serviceAccountName": NAME, "containers": [container]}
-    deployment = {
-        "replicas": 2, "selector": {"matchLabels": meta["labels"]},
-        "template": {"metadata": {"labels": meta["labels"]}, "spec": pod},
-    }  # fmt: skip
+        server = f"http://{names.service_host(DI_SERVER, namespace)}:{DI_SERVER_PORT}"
+        arguments += ["--di-policy", di_policy, "--di-server", server]
     scope = "Cluster" if only is None else ""
     rules = OPERATOR_RULES + ([] if di_policy is None else DI_RULES) + (NODE_RULES if only is None else [])
     jobs = meta if only is None else meta | {"namespace": only}
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": own},
-        *_role(f"{scope}Role", jobs, rules, account),
-        *_role("Role", own | {"name": f"{NAME}-leader"}, LEASE_RULES, account),
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": own, "spec": deployment},
+        *_account(own, f"{scope}Role", rules, jobs),
+        *_role("Role", own | {"name": f"{NAME}-leader"}, LEASE_RULES, own),
+        _deployment(own, image, ["python", "-m", "dlrover_hooks.master.operator"], arguments, HEALTH_PORT),
     ]
 
 
 def job_namespace_objects(namespace: str) -> list[Manifest]:
     """The account of the masters of jobs in this namespace."""
-    meta = {"name": ACCOUNT, "namespace": namespace}
-    account = {"kind": "ServiceAccount", **meta}
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
-        *_role("Role", meta, MASTER_RULES, account),
-    ]
+    return _account({"name": ACCOUNT, "namespace": namespace}, "Role", MASTER_RULES)
 
 
 def di_server_objects(namespace: str, image: str) -> list[Manifest]:
     """The di-server. Its clients send no token, so only the Pods of `DIJob`s may reach it."""
     labels = {"app.kubernetes.io/name": DI_SERVER}
     meta = {"name": DI_SERVER, "namespace": namespace, "labels": labels}
-    account = {"kind": "ServiceAccount", "name": DI_SERVER, "namespace": namespace}
-    health = {"path": "/healthz", "port": DI_SERVER_PORT}
-    container = {
-        "name": "di-server", "image": image,
-        "command": ["python", "-m", "dlrover_hooks.master.di_orchestrator", "serve"],
-        "args": ["--host", "0.0.0.0", "--port", str(DI_SERVER_PORT), "--no-token"],
-        "ports": [{"containerPort": DI_SERVER_PORT}], "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
-        "readinessProbe": {"httpGet": health}, "livenessProbe": {"httpGet": health, "periodSeconds": 10},
-        "securityContext": _UNPRIVILEGED,
-    }  # fmt: skip
-    pod = {"serviceAccountName": DI_SERVER, "containers": [container]}
-    deployment = {
-        "replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": pod},
-    }  # fmt: skip
+    command = ["python", "-m", "dlrover_hooks.master.di_orchestrator", "serve"]
+    arguments = ["--host", "0.0.0.0", "--port", str(DI_SERVER_PORT), "--no-token"]
     clients = {"namespaceSelector": {}, "podSelector": {"matchLabels": {replicas.OPERATOR_LABEL: names.OPERATOR}}}
     policy = {
         "podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"],
@@ -136,9 +100,8 @@ def di_server_objects(namespace: str, image: str) -> list[Manifest]:
     }  # fmt: skip
     service = {"selector": labels, "ports": [{"name": "http", "port": DI_SERVER_PORT}]}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
-        *_role("ClusterRole", {"name": DI_SERVER}, DI_SERVER_RULES, account),
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployment},
+        *_account(meta, "ClusterRole", DI_SERVER_RULES),
+        _deployment(meta, image, command, arguments, DI_SERVER_PORT),
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": policy},
     ]
@@ -146,17 +109,43 @@ def di_server_objects(namespace: str, image: str) -> list[Manifest]:
 
 def brain_objects(namespace: str) -> list[Manifest]:
     """The account of a Brain in this namespace."""
-    meta = {"name": BRAIN, "namespace": namespace}
-    account = {"kind": "ServiceAccount", **meta}
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
-        *_role("ClusterRole", {"name": BRAIN}, BRAIN_RULES, account),
-    ]
+    return _account({"name": BRAIN, "namespace": namespace}, "ClusterRole", BRAIN_RULES)
+
+
+def _deployment(
+    meta: Manifest, image: str, command: list[str], arguments: list[str], health_port: int
+) -> Manifest:  # fmt: skip
+    """Two Pods of the account and the labels of `meta`, which answer /healthz."""
+    container = {
+        "name": "main", "image": image, "command": command, "args": arguments,
+        "ports": [{"containerPort": health_port}], "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "livenessProbe": {"httpGet": {"path": "/healthz", "port": health_port}, "periodSeconds": 10},
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 65532,
+            "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }  # fmt: skip
+    pod = {"serviceAccountName": meta["name"], "containers": [container]}
+    labels = meta["labels"]
+    deployment = {
+        "replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": pod},
+    }  # fmt: skip
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployment}
+
+
+def _account(meta: Manifest, kind: str, rules: list[Manifest], of_role: Manifest | None = None) -> list[Manifest]:
+    """A service account, and its role. `of_role`: metadata of the role; None: those of the account, as far as it has a
+    namespace.
+    """
+    if of_role is None:
+        of_role = {"name": meta["name"]} if kind == "ClusterRole" else meta
+    return [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta}, *_role(kind, of_role, rules, meta)]
 
 
 def _role(kind: str, meta: Manifest, rules: list[Manifest], account: Manifest) -> list[Manifest]:
-    """A role, and the account that has it."""
+    """A role, and the account of this metadata, which has it."""
     version = f"{_RBAC}/v1"
+    subject = {"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}
     reference = {"apiGroup": _RBAC, "kind": kind, "name": meta["name"]}
     return [
         {"apiVersion": version, "kind": kind, "metadata": meta, "rules": rules},
@@ -165,6 +154,6 @@ def _role(kind: str, meta: Manifest, rules: list[Manifest], account: Manifest) -
             "kind": f"{kind}Binding",
             "metadata": meta,
             "roleRef": reference,
-            "subjects": [account],
+            "subjects": [subject],
         },
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import signal
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.host.wake_pipe import WakePipe
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.plan_log import PlanLog
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
@@ -55,10 +55,7 @@ class NodeHost:
         self._running, self._ended = set[str](), set[str]()
         """Names of nodes that were reported so."""
         self._plan_log = PlanLog(self._job, client)
-        self._wake, self._wake_end = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(self._wake_end, False)
-        selector.register(self._wake, selectors.EVENT_READ)
+        self._wake = WakePipe(selector)
         where = f"job {self._job}"
         self._listener = BackgroundThread("dlrover-hooks-plans", self._listen, where=where, again_s=_AGAIN_S)
         self._watcher = BackgroundThread("dlrover-hooks-nodes", self._watch, where=where, again_s=_AGAIN_S)
@@ -111,9 +108,8 @@ class NodeHost:
         if wanted.nodes:  # without the first plan the nodes of an earlier host are not too many
             self._carry_out(wanted)
         self._report()
-        for key, _ in self._selector.select(_TURN_S):
-            if key.fd == self._wake:
-                os.read(self._wake, 4096)
+        self._selector.select(_TURN_S)
+        self._wake.drain()
         self._listener.check()
         self._watcher.check()
 
@@ -153,9 +149,7 @@ class NodeHost:
         self._listener.stop(_CLOSE_S)
         self._watcher.stop(_CLOSE_S)
         self._leave()
-        self._selector.unregister(self._wake)
-        os.close(self._wake)
-        os.close(self._wake_end)
+        self._wake.close()
 
     # ---- the threads -------------------------------------------------------------------------------------------------
 
@@ -166,7 +160,7 @@ class NodeHost:
                 found: p.DesiredNodes = self._client.call(request, timeout_s=2 * _POLL_S)
                 if found.number != self._wanted.number:
                     self._wanted = found
-                    self._wake_up()
+                    self._wake.wake()
                 self._plan_log.look(_POLL_S)
             except MasterAway:
                 self._listener.stopping.wait(_AGAIN_S)
@@ -176,13 +170,7 @@ class NodeHost:
             changed = self._scaler.watch_nodes(self._seen, _TURN_S).number
             if changed != self._seen:
                 self._seen = changed
-                self._wake_up()
-
-    def _wake_up(self) -> None:
-        try:
-            os.write(self._wake_end, b".")
-        except BlockingIOError:  # it is full: the main thread wakes anyway
-            return
+                self._wake.wake()
 
 
 def _differs(node: p.Node, known: dict[str, p.Node]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
 import signal
 from collections.abc import Callable, Mapping
@@ -11,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dlrover_hooks import protocol as p
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.child_process import described
+from dlrover_hooks.host.wake_pipe import WakePipe
 from dlrover_hooks.launcher.tasks.task_runner import EndedTask
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
 
@@ -33,13 +32,10 @@ class TaskPods:
     ) -> None:
         self.tasks: dict[int, p.Task] = {_task(one.node).id: _task(one.node) for one in scaler.list_nodes()}
         self.pids: Mapping[int, int] = {}
-        self._scaler, self._pod_name, self._selector = scaler, pod_name, selector
+        self._scaler, self._pod_name = scaler, pod_name
         self._told, self._seen = 0, 0
         """Numbers of the newest changes: told by `ended`; that woke the main thread."""
-        self._wake, self._wake_end = os.pipe()
-        for end in (self._wake, self._wake_end):
-            os.set_blocking(end, False)
-        selector.register(self._wake, selectors.EVENT_READ)
+        self._wake = WakePipe(selector)
         where = f"job {job}"
         self._watcher = BackgroundThread("dlrover-hooks-pods", self._watch, where=where, again_s=_AGAIN_S)
         self._watcher.start()
@@ -63,9 +59,7 @@ class TaskPods:
 
     def ended(self) -> list[EndedTask]:
         """See `TaskRunner`."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, 1024):
-                pass
+        self._wake.drain()
         self._watcher.check()
         changes = self._scaler.watch_nodes(self._told, 0.0)
         self._told = changes.number
@@ -84,9 +78,7 @@ class TaskPods:
     def close(self) -> None:
         """End the thread. The Pods stay as they are."""
         self._watcher.stop(_CLOSE_S)
-        self._selector.unregister(self._wake)
-        os.close(self._wake)
-        os.close(self._wake_end)
+        self._wake.close()
 
     def _end(self, one: ScaledNode) -> EndedTask:
         task, code = self.tasks.pop(one.node.id), one.exit_code
@@ -105,8 +97,7 @@ class TaskPods:
             changed = self._scaler.watch_nodes(self._seen, _TURN_S).number
             if changed != self._seen:
                 self._seen = changed
-                with contextlib.suppress(BlockingIOError):  # it is full: the main thread wakes anyway
-                    os.write(self._wake_end, b".")
+                self._wake.wake()
 
 
 def _node(task: p.Task) -> p.Node:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.host.wake_pipe import WakePipe
 from dlrover_hooks.launcher.failures.restart_budget import Over
 from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
 from dlrover_hooks.launcher.plan_log import PlanLog
@@ -68,16 +68,12 @@ class TaskSupervisor:
         self._list = p.Tasks()
         self._started, self._gone = set[int](), set[int]()
         """Ids of tasks: started here; reported as gone. The list may be older than both."""
-        self._unknown = set[int]()
-        """Ids of tasks of an earlier supervisor that the master does not list."""
-        self._stopping = dict[int, str]()
-        """Tasks that are being stopped: why one has failed; empty: it has not."""
+        self._stopping = dict[int, str | None]()
+        """Tasks that are being stopped: why one has failed; empty: it has not; None: the master does not list it."""
         planned = isinstance(first, p.StartScaling)
         self._plan_log = PlanLog(job, client) if planned else None
         self._poll_s = _PLANS_S if planned else _POLL_S
-        self._wake, self._wake_end = os.pipe()
-        os.set_blocking(self._wake, False)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._wake = WakePipe(selector)
         self._listener = BackgroundThread("dlrover-hooks-tasks", self._listen, where=f"job {job}", again_s=_AGAIN_S)
 
     def run(self) -> int:
@@ -93,9 +89,7 @@ class TaskSupervisor:
             return over.code
         finally:
             self._listener.stop(_CLOSE_S)
-            self._selector.unregister(self._wake)
-            os.close(self._wake)
-            os.close(self._wake_end)
+            self._wake.close()
 
     def _begin(self) -> None:
         """Set the target, and tell the master which tasks of an earlier supervisor are gone.
@@ -113,9 +107,9 @@ class TaskSupervisor:
             if number in listed and listed[number].incarnation:
                 self._started.add(number)
                 continue
-            if number not in listed:
-                self._unknown.add(number)
             self._stop(task, None)
+            if number not in listed:
+                self._stopping[number] = None
         for task in found.tasks:
             if task.incarnation and task.id not in self._runner.tasks:
                 self._fenced(task, -9)
@@ -128,9 +122,8 @@ class TaskSupervisor:
         pids = self._runner.pids
         self._follow({one.incarnation: pids[one.id] for one in self._list.tasks
                       if one.incarnation and one.id in pids})  # fmt: skip
-        for key, _ in self._selector.select(_SOON_S if self._due else _TURN_S):
-            if key.fd == self._wake:
-                os.read(self._wake, 4096)
+        self._selector.select(_SOON_S if self._due else _TURN_S)
+        self._wake.drain()
         self._listener.check()
 
     def _compare(self, wanted: p.Tasks) -> None:
@@ -172,13 +165,11 @@ class TaskSupervisor:
 
     def _judge_all(self) -> None:
         for ended in self._runner.ended():
-            if ended.task.id in self._unknown:
-                self._unknown.discard(ended.task.id)
-                del self._stopping[ended.task.id]
-                continue
-            failure = self._stopping.pop(ended.task.id, None)
-            if failure is None:
+            if ended.task.id not in self._stopping:
                 self._judge(ended)
+                continue
+            failure = self._stopping.pop(ended.task.id)
+            if failure is None:
                 continue
             self._fenced(ended.task, -9 if failure else 0)
             if failure:
@@ -234,4 +225,4 @@ class TaskSupervisor:
                 continue
             if found.number > self._list.number:
                 self._list = found
-                os.write(self._wake_end, b".")
+                self._wake.wake()

@@ -278,7 +278,7 @@ class _Master:
 
     def end(self, code: int) -> None:
         """Its process ends."""
-        name = job_objects.master_name(self.job)
+        name = names.master_name(self.job)
         self.runs = False
         pod = self._day.api.carry_out("get", f"{PODS}/{name}")
         self._day.machines.end(pod["metadata"]["uid"], f"{PODS}/{name}", code)
@@ -330,7 +330,7 @@ class _Master:
         return any(one.launch == entry.launch for one in status.tried_pods)
 
     def _lives(self) -> bool:
-        pod = self._pod(job_objects.master_name(self.job))
+        pod = self._pod(names.master_name(self.job))
         return pod is not None and pod_end(pod) is None and "deletionTimestamp" not in pod["metadata"]
 
     def _pod(self, name: str) -> Manifest | None:
