@@ -95,15 +95,8 @@ class Job:
         """Wait for a step that so many workers have made, none of them on the node `without`; seconds since the last
         change.
         """
-
-        def made() -> bool:
-            nodes = dict[int, set[str]]()
-            for row in self.script.rows():
-                if row["world"] == world:
-                    nodes.setdefault(row["step"], set()).add(row["node"])
-            return any(len(one) == world and without not in one for one in nodes.values())
-
-        until(made, f"a step of {world} workers", LONG_S, diagnostic=self.cluster.said)
+        until(lambda: self.script.stepped(world, without), f"a step of {world} workers", LONG_S,
+              diagnostic=self.cluster.said)  # fmt: skip
         return time.monotonic() - self._began
 
     def scale(self, count: int) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from dlrover_hooks.client import MasterClient
@@ -75,6 +78,21 @@ class Cluster:
             "spec": {"replicaSpecs": replicas} | (spec or {}),
         })  # fmt: skip
 
+    def lose_the_master(self) -> None:
+        """Kill it, and wait for the next one."""
+        first = self.get("pod", "mine-master")["metadata"]["uid"]
+        os.kill(self.plane.kubelet.pid(self.namespace, "mine-master"), signal.SIGKILL)
+        self.another_master(first)
+
+    def another_master(self, first: str) -> None:
+        """Wait for a Pod of the master that has another uid than `first`, and runs."""
+
+        def runs() -> bool:
+            found = [pod for pod in self.get("pods")["items"] if pod["metadata"]["name"] == "mine-master"]
+            return [pod["status"]["phase"] for pod in found if pod["metadata"]["uid"] != first] == ["Running"]
+
+        until(runs, "another master", LONG_S, diagnostic=self.said)
+
     def master(self) -> MasterClient:
         """Of the job's master, with its token. Close it."""
         (secret,) = self.get("secrets", "-l", "elasticjob-name=mine")["items"]
@@ -103,3 +121,17 @@ class Cluster:
             self._operator.stop()
         self._api.close()
         assert self.plane.kubelet.alive(self.namespace) == []
+
+
+def waiting(folder: Path) -> list[str]:
+    """The command of a worker that is done when a file `done` is there, or has failed when a file `fail` is."""
+    script = folder / "wait.py"
+    script.write_text(
+        "import os, sys, threading\n"
+        "print('begins', os.environ['DLROVER_HOOKS_NODE'], flush=True)\n"
+        f"while not os.path.exists({str(folder / 'done')!r}):\n"
+        f"    if os.path.exists({str(folder / 'fail')!r}):\n"
+        "        raise ValueError('no such column')\n"
+        "    threading.Event().wait(0.05)\n"
+    )
+    return ["dlrover-hooks", "run", "--standby", "0", str(script)]

@@ -15,7 +15,7 @@ from dlrover_hooks.master.brain.database.database import Database
 from dlrover_hooks.master.brain.database.tables import cluster_sample, resource_plan
 from dlrover_hooks.master.operator import manifests
 from tests.e2e.brain_process import BrainProcess
-from tests.kubernetes.job_cluster import LONG_S, Cluster
+from tests.kubernetes.job_cluster import LONG_S, Cluster, waiting
 from tests.waiting import until
 
 pytestmark = pytest.mark.kubernetes
@@ -36,9 +36,8 @@ def test_the_brain_plans_a_job_and_sees_it_in_the_cluster(
     database = str(tmp_path / "brain.db")
     brain = BrainProcess(tmp_path, database, "--monitor", "kubernetes")
     try:
-        command = ["dlrover-hooks", "run", "--standby", "0", str(_waits(tmp_path))]
         spec = {"optimizeMode": "cluster", "brainService": brain.url, "resourceLimits": {"cpu": "4", "memory": "8Gi"}}
-        cluster.job(command, spec=spec, maxReplicas=3)
+        cluster.job(waiting(tmp_path), spec=spec, maxReplicas=3)
         cluster.ends("Running")
         (worker, *_) = cluster.get("pods", "-l", "replica-type=worker")["items"]
         planned = _values(database, sa.select(resource_plan.c.plan))
@@ -77,15 +76,6 @@ def test_a_brain_that_may_not_list_nodes_does_not_start(
             api.delete("/api/v1/nodes/n1")
     finally:
         api.close()
-
-
-def _waits(folder: Path) -> Path:
-    """A script that ends when the file `done` is there."""
-    script = folder / "wait.py"
-    script.write_text(
-        f"import os, threading\nwhile not os.path.exists({str(folder / 'done')!r}):\n    threading.Event().wait(0.05)\n"
-    )
-    return script
 
 
 def _seen(view: dict[str, object]) -> bool:

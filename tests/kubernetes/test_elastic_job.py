@@ -24,7 +24,7 @@ from dlrover_hooks.master.operator.job_objects import ACCOUNT
 from dlrover_hooks.protocol import ShowVitals
 from tests.e2e.etcd_process import EtcdProcess
 from tests.e2e.test_tls import certificate
-from tests.kubernetes.job_cluster import LONG_S, Cluster
+from tests.kubernetes.job_cluster import LONG_S, Cluster, waiting
 from tests.kubernetes.trained_script import TrainedScript
 from tests.waiting import until
 
@@ -46,15 +46,7 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
 def trains(cluster: Cluster, script: TrainedScript, world: int, without: str = "") -> None:
     """Wait until a step is made by so many workers, all of which are other nodes than `without`."""
     seen = len(script.rows())
-
-    def made() -> bool:
-        nodes: dict[int, set[str]] = {}
-        for row in script.rows()[seen:]:
-            if row["world"] == world:
-                nodes.setdefault(row["step"], set()).add(row["node"])
-        return any(len(found) == world and without not in found for found in nodes.values())
-
-    until(made, f"a world of {world}", LONG_S, diagnostic=cluster.said)
+    until(lambda: script.stepped(world, without, seen), f"a world of {world}", LONG_S, diagnostic=cluster.said)
 
 
 @pytest.mark.requirement("DL-41", "DL-42", "DL-44", "DL-45", "DL-54")
@@ -70,14 +62,7 @@ def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cl
     trains(cluster, script, 3)
     cluster.kubectl("delete", "pod", "mine-worker-1", "--wait=false")
     trains(cluster, script, 3, without="worker-1")
-    first = cluster.get("pod", "mine-master")["metadata"]["uid"]
-    os.kill(cluster.plane.kubelet.pid(cluster.namespace, "mine-master"), signal.SIGKILL)
-
-    def another_master() -> bool:
-        found = [pod for pod in cluster.get("pods")["items"] if pod["metadata"]["name"] == "mine-master"]
-        return [pod["status"]["phase"] for pod in found if pod["metadata"]["uid"] != first] == ["Running"]
-
-    until(another_master, "another master", LONG_S, diagnostic=cluster.said)
+    cluster.lose_the_master()
     trains(cluster, script, 3)
     try:
         cluster.kubectl("drain", "n1", "--force", "--pod-selector=elasticjob-name=mine")
@@ -179,20 +164,6 @@ def test_workers_leave_a_node_that_is_cordoned_before_their_pods_are_ended(
     script.hurry()
     cluster.ends("Succeeded")
     script.check_samples()
-
-
-def waiting(folder: Path) -> list[str]:
-    """The command of a worker that is done when a file `done` is there, or has failed when a file `fail` is."""
-    script = folder / "wait.py"
-    script.write_text(
-        "import os, sys, threading\n"
-        "print('begins', os.environ['DLROVER_HOOKS_NODE'], flush=True)\n"
-        f"while not os.path.exists({str(folder / 'done')!r}):\n"
-        f"    if os.path.exists({str(folder / 'fail')!r}):\n"
-        "        raise ValueError('no such column')\n"
-        "    threading.Event().wait(0.05)\n"
-    )
-    return ["dlrover-hooks", "run", "--standby", "0", str(script)]
 
 
 def live_workers(cluster: Cluster) -> list[str]:
@@ -316,9 +287,7 @@ def test_without_a_journal_a_master_that_is_deleted_loses_no_worker(cluster: Clu
     before = {pod["metadata"]["uid"] for pod in cluster.get("pods", "-l", "replica-type=worker")["items"]}
     first = cluster.get("pod", "mine-master")["metadata"]["uid"]
     cluster.kubectl("delete", "pod", "mine-master")
-    until(lambda: any(pod["metadata"]["name"] == "mine-master" and pod["status"]["phase"] == "Running"
-                      and pod["metadata"]["uid"] != first for pod in cluster.get("pods")["items"]),
-          "another master", LONG_S, diagnostic=cluster.said)  # fmt: skip
+    cluster.another_master(first)
     cluster.kubectl("scale", "elasticjob/mine", "--replicas=3")
     workers(cluster, "worker-0", "worker-1", "worker-2")
     assert before < {pod["metadata"]["uid"] for pod in cluster.get("pods", "-l", "replica-type=worker")["items"]}
@@ -336,11 +305,7 @@ def test_a_master_that_is_lost_finds_its_journal_in_etcd(cluster: Cluster, tmp_p
         cluster.kubectl("scale", "elasticjob/mine", "--replicas=1")
         workers(cluster, "worker-0")
         before = cluster.get("pod", "mine-worker-0")["metadata"]["uid"]
-        first = cluster.get("pod", "mine-master")["metadata"]["uid"]
-        os.kill(cluster.plane.kubelet.pid(cluster.namespace, "mine-master"), signal.SIGKILL)
-        until(lambda: any(pod["metadata"]["name"] == "mine-master" and pod["status"]["phase"] == "Running"
-                          and pod["metadata"]["uid"] != first for pod in cluster.get("pods")["items"]),
-              "another master", LONG_S, diagnostic=cluster.said)  # fmt: skip
+        cluster.lose_the_master()
         cluster.kubectl("scale", "elasticjob/mine", "--replicas=2")
         workers(cluster, "worker-0", "worker-2")  # a master that knew nothing would begin with worker-1
         assert cluster.get("pod", "mine-worker-0")["metadata"]["uid"] == before

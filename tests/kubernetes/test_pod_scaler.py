@@ -109,7 +109,9 @@ def test_the_pod_of_a_removed_node_is_deleted_by_the_name_of_the_node(job: Job) 
     scaler.scale(group(3))
     all_run(job, scaler, 0, 1, 2)
     scaler.scale(ScalePlan(remove_nodes=[Node(NodeType.WORKER, 1)]))
-    until(lambda: set(job.pods()) == {"job-worker-0", "job-worker-2"}, "its Pod to go")
+    until(lambda: "job-worker-1" not in job.pods(), "its Pod to go")
+    assert set(job.pods()) == {"job-worker-0", "job-worker-2"}
+    assert states(scaler) == {"worker-0": NodeState.RUNNING, "worker-2": NodeState.RUNNING}
 
 
 def test_the_next_scaler_goes_on_with_the_pods_of_the_last_one(job: Job) -> None:
@@ -172,8 +174,10 @@ def test_with_their_owner_all_pods_are_deleted(job: Job) -> None:
     scaler.scale(group(3))
     all_run(job, scaler, 0, 1, 2)
     job.abandon(scaler)
+    assert len(job.pods()) == 3, "they do not need the scaler"
     job.plane.api.delete(f"{path}/owner")
     until(lambda: not job.pods(), "the Pods to go")
+    assert job.plane.kubelet.alive(job.namespace) == []
 
 
 def test_pods_of_another_job_that_had_the_name_are_left_alone(job: Job) -> None:

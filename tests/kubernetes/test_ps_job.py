@@ -85,14 +85,6 @@ class PSJob:
         finally:
             client.close()
 
-    def lose_the_master(self) -> None:
-        """Kill it, and wait for the next one."""
-        master = self.cluster.get("pod", "mine-master")["metadata"]["uid"]
-        os.kill(self.cluster.plane.kubelet.pid(self.cluster.namespace, "mine-master"), signal.SIGKILL)
-        until(lambda: any(one["metadata"]["name"] == "mine-master" and one["metadata"]["uid"] != master
-                          and one["status"]["phase"] == "Running" for one in self.cluster.get("pods")["items"]),
-              "another master", LONG_S, diagnostic=self.cluster.said)  # fmt: skip
-
     def check(self) -> None:
         """It has succeeded, and each shard is in the model once."""
         self.cluster.ends("Succeeded")
@@ -125,7 +117,7 @@ def test_servers_come_and_go_and_a_master_is_lost_and_each_shard_is_applied_once
     job.announced(2)
     job.release(100)
     job.row("holds", 200)
-    job.lose_the_master()
+    cluster.lose_the_master()
     before = job.has("ps", 2)
     lost = sorted(before)[0]
     cluster.kubectl("delete", "pod", lost, "--wait=false")
@@ -206,7 +198,7 @@ def test_without_a_journal_the_tasks_of_an_earlier_master_are_replaced(cluster: 
     job.row("holds", 100)
     before = frozenset(job.live("chief") | job.live("ps") | job.live("worker"))
     assert len(before) == 3
-    job.lose_the_master()
+    cluster.lose_the_master()
     for kind in ("chief", "ps", "worker"):
         job.has(kind, 1, without=before)
     job.release(100)

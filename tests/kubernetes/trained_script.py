@@ -79,6 +79,14 @@ class TrainedScript:
         path = self.folder / "steps.jsonl"
         return json_lines(path) if path.exists() else []
 
+    def stepped(self, world: int, without: str = "", since: int = 0) -> bool:
+        """After the row `since` a step was made by so many workers, none of them on the node `without`."""
+        nodes = dict[int, set[str]]()
+        for row in self.rows()[since:]:
+            if row["world"] == world:
+                nodes.setdefault(row["step"], set()).add(row["node"])
+        return any(len(found) == world and without not in found for found in nodes.values())
+
     def check_samples(self) -> None:
         """Each step was made once by the workers of one world together, with each sample of an epoch once."""
         rows = self.rows()

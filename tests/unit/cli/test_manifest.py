@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 import yaml
 from click.testing import CliRunner
 
 from dlrover_hooks.cli.main import main
+from dlrover_hooks.cli.manifest import manifest
+from dlrover_hooks.master.operator.__main__ import DI_POLICIES
 
 
 def printed(*words: str) -> list[dict[str, Any]]:
@@ -88,3 +91,9 @@ def test_the_account_of_a_brain() -> None:
     assert {(name, tuple(rule["verbs"])) for rule in role["rules"] for name in rule["resources"]} == {
         ("nodes", ("list", "watch")), ("pods", ("list", "watch")),
     }  # fmt: skip
+
+
+def test_the_policies_are_those_of_the_operator() -> None:
+    (option,) = [one for one in manifest.params if one.name == "di_policy"]
+    assert isinstance(option.type, click.Choice)
+    assert list(option.type.choices) == list(DI_POLICIES)
