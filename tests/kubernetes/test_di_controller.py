@@ -168,14 +168,16 @@ def test_a_pod_that_is_deleted_comes_back_with_its_rank(cluster: Cluster, tmp_pa
     assert cluster.status.restarts == 0
 
 
-@pytest.mark.requirement("DI-47", "DI-64")
+@pytest.mark.requirement("DI-1", "DI-47", "DI-64")
 def test_a_user_changes_the_number_of_replicas(cluster: Cluster, tmp_path: Path) -> None:
-    """Ranks have no gap, whatever the number was before."""
+    """Ranks have no gap, whatever the number was before. Others join without a restart of those that run."""
     cluster.controller()
     cluster.create(until_file(tmp_path), 2)
     first = cluster.ranks(0, 1)
     cluster.set_replicas(4)
-    cluster.ranks(0, 1, 2, 3)
+    more = cluster.ranks(0, 1, 2, 3)
+    assert all(more[rank]["metadata"]["uid"] == first[rank]["metadata"]["uid"] for rank in first)
+    assert cluster.status.restarts == 0
     cluster.ends(DIJobPhase.RUNNING)
     cluster.set_replicas(1)
     last = cluster.ranks(0)
@@ -208,7 +210,7 @@ def test_replicas_of_a_preemptible_job_run_where_they_are_allocated(cluster: Clu
     cluster.ends(DIJobPhase.SUCCEEDED)
 
 
-@pytest.mark.requirement("DI-72", "DI-74", "DI-75", "DI-76")
+@pytest.mark.requirement("DI-37", "DI-72", "DI-74", "DI-75", "DI-76")
 def test_preemptible_jobs_are_rescheduled_in_each_period(cluster: Cluster, tmp_path: Path) -> None:
     cluster.controller(period_s=0.5)
     cluster.create(until_file(tmp_path), 2, preemptible=True)
@@ -295,14 +297,16 @@ def test_a_controller_that_starts_later_goes_on(cluster: Cluster, tmp_path: Path
     cluster.ends(DIJobPhase.SUCCEEDED)
 
 
+@pytest.mark.requirement("DI-78")
 def test_the_job_of_the_page_runs(cluster: Cluster) -> None:
-    """Its image and its command are those of this machine."""
+    """With one command of kubectl. Its image and its command are those of this machine."""
     page = (Path(__file__).resolve().parents[2] / "docs/operate/kubernetes.md").read_text()
     (job,) = [
         yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S) if "kind: DIJob" in one
     ]
     job["spec"]["tasks"][0]["template"]["spec"]["containers"][0]["command"] = ["true"]
     cluster.controller()
-    cluster.api.create(cluster.path, job)
+    done = cluster.plane.kubectl("-n", cluster.namespace, "apply", "-f", "-", stdin=yaml.safe_dump(job))
+    assert done.stdout == "dijob.diengine.opendilab.org/mine created\n"
     cluster.ends(DIJobPhase.SUCCEEDED)
     assert cluster.status.restarts == 0

@@ -43,7 +43,8 @@ def train():
                 (model(numbers) - numbers.flip(1)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                line = {"step": saved.step, "epoch": epoch, "world": dist.get_world_size(), "ids": indices.tolist(),
+                line = {"step": saved.step, "epoch": epoch, "world": dist.get_world_size(),
+                        "rank": dist.get_rank(), "ids": indices.tolist(),
                         "node": os.environ["DLROVER_HOOKS_NODE"]}
                 with open(folder + "/steps.jsonl", "a") as file:
                     file.write(json.dumps(line) + chr(10))
@@ -88,8 +89,15 @@ class TrainedScript:
         return any(len(found) == world and without not in found for found in nodes.values())
 
     def check_samples(self) -> None:
-        """Each step was made once by the workers of one world together, with each sample of an epoch once."""
+        """Each step was made once by the workers of one world together, whose ranks have no gap, with each sample of an
+        epoch once.
+        """
         rows = self.rows()
+        ranks = dict[int, list[int]]()
+        for row in rows:
+            ranks.setdefault(row["step"], []).append(row["rank"])
+            assert row["rank"] < row["world"]
+        assert all(sorted(found) == list(range(len(found))) for found in ranks.values())
         made = Counter[int]()
         for row in rows:
             made[row["step"]] += len(row["ids"])
