@@ -103,7 +103,7 @@ class TriedPod(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class LeavingPod(msgspec.Struct, frozen=True, rename="camel"):
-    """A Pod whose machine will go: its processes have `seconds` at least."""
+    """A Pod on a machine that will go: its processes have `seconds` at least."""
 
     name: str
     launch: str

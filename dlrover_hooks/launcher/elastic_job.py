@@ -172,7 +172,7 @@ class ElasticJobHost:
         )
 
     def _run_nodes(self, scaler: ElasticJobScaler) -> int:
-        """Of a job whose nodes are launchers of workers."""
+        """Of a job with launchers as nodes."""
         host = NodeHost(self._request, self._client, scaler, self._selector, self._look, leave=scaler.leave)
         return host.run()
 

@@ -30,7 +30,7 @@ _OPERATOR = "is the operator running? kubectl get pods -A -l app.kubernetes.io/n
 
 
 class LeavingNode(msgspec.Struct, frozen=True):
-    """A node whose machine will go: it has `seconds` at least."""
+    """A node on a machine that will go: it has `seconds` at least."""
 
     node: Node
     launch: int

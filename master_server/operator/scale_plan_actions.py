@@ -72,7 +72,7 @@ def next_status(
         generation: of the plan.
         now: RFC 3339.
         over: there was nothing to do: the Pods are as planned.
-        leaving: Pods whose machine will go.
+        leaving: Pods on machines that will go.
     """
     wanted = {one.launch for one in spec.create_pods}
     known = {one.launch: one for one in (*status.tried_pods, *tried)}

@@ -183,8 +183,8 @@ def test_a_server_on_a_node_that_is_cordoned_is_migrated_and_no_step_is_lost(
 
 def test_a_node_is_drained_and_each_shard_is_applied_once(bare_cluster: Cluster, tmp_path: Path) -> None:
     """The evictions come at once, also of the chief and the master if they are there: the training goes back to the
-    newest checkpoint where a server is gone before the next one runs. TensorFlow's coordinator may then wait for ever for
-    a thread of its own as it is stopped (1 of 5 runs): the watchdog of the chief ends that.
+    newest checkpoint where a server is gone before the next one runs. TensorFlow's coordinator, as it is stopped, may
+    then wait for ever for a thread of its own (1 of 5 runs): the watchdog of the chief ends that.
     """
     cluster = bare_cluster
     cluster.start_operator(nodes=True)

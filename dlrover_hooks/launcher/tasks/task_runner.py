@@ -33,7 +33,7 @@ class TaskRunner(Protocol):
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """By id: processes of this machine, whose use is reported."""
+        """By id: processes of this machine. What they use is reported."""
         ...
 
     @property
