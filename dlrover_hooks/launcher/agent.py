@@ -481,48 +481,39 @@ class Agent:
         log.info("job %s: %s", self.job, ", ".join([f"{one.name} has pid {one.pid}" for one in children] + more))
 
     def _take_seats(self, seats: tuple[p.Seat, ...], *, first: bool) -> p.Seated:
-        """Join the next round, again if the master does not know this launcher any more: it may have been replaced by
-        one without a journal.
-        """
+        """Join the next round, again if the master was replaced by one without a journal: it has another run then."""
         within_s = self._patience_s(first)
-        deadline = time.monotonic() + within_s
         if not first and not self._requests.is_known(self._round):
             self._round = 0
-        again = False
+        again, run = False, ""
         while True:
             try:
-                seated = self._join(seats, within_s, first=first, again=again)
+                joined = self._requests.join(seats, within_s, first=first, fresh=self._fresh)
+                run = joined.run
+                if joined.finished:
+                    raise self._finished(joined.finished_step)
+                self._events.open(again=again)
+                self.workers.end()  # of the last round, which this node has left now: their ends are no failures
+                seated = self._requests.await_round(self._round, within_s)
             except MasterAway as away:
                 raise _given_up(away) from away
             except (GivenUp, Stale, UnknownJob) as refusal:
-                self._follow_the_others(first=first)
-                if isinstance(refusal, GivenUp) or time.monotonic() > deadline:
+                view = self._follow_the_others(first=first)
+                if isinstance(refusal, GivenUp) or (view is not None and view.run == run):
                     raise
                 log.warning("job %s: the master does not know this launcher any more: joining again", self.job)
-                self._round = self._round if self._requests.is_known(self._round) else 0
-                again = True
+                self._round, again = 0, True
                 continue
             if seated is None:
                 raise self._no_round(within_s)
             return seated
 
-    def _join(self, seats: tuple[p.Seat, ...], within_s: float, *, first: bool, again: bool) -> p.Seated | None:
-        joined = self._requests.join(seats, within_s, first=first, fresh=self._fresh)
-        if joined.finished:
-            raise self._finished(joined.finished_step)
-        if again:
-            self._events.reopen()
-        else:
-            self._events.open()
-        self.workers.end()  # of the last round, which this node has left now: their ends are no failures
-        return self._requests.await_round(self._round, within_s)
-
-    def _follow_the_others(self, *, first: bool) -> None:
-        """Raise Over if the job was given up, or finished by the other nodes while this one waited."""
+    def _follow_the_others(self, *, first: bool) -> p.JobView | None:
+        """The job as it is. Raises Over if it was given up, or finished by the other nodes while this one waited."""
         self._obey_ending()
         view = self._requests.view()
         if view is None or not view.finished:
-            return
+            return view
         others = sorted({one.node for one in view.members} - {self._address.node})
         if first and others and self.options.nodes.most == 1:
             raise Over(GAVE_UP, trained_elsewhere(others)) from None

@@ -28,18 +28,18 @@ class MasterEvents:
         self._watcher: Watcher | None = None
         self._again_at = 0.0
 
-    def open(self) -> None:
-        """Start a watch if there is none, once a second at most: the master may refuse it before this agent joins."""
+    def open(self, *, again: bool = False) -> None:
+        """Start a watch if there is none, once a second at most: the master may refuse it before this agent joins.
+
+        `again`: the agent has joined as a new one, so what was heard before does not count.
+        """
+        if again:
+            self.hang_up()
+            self.take()
+            self._again_at = 0.0
         if self._watcher is None and time.monotonic() > self._again_at:
             self._again_at = time.monotonic() + _AGAIN_S
             self._watcher = self._client.watch(self._job, self._hear, self._hear)
-
-    def reopen(self) -> None:
-        """This agent has joined again, as a new one: what was heard of it before does not count."""
-        self.hang_up()
-        self.take()
-        self._again_at = 0.0
-        self.open()
 
     @property
     def away_since(self) -> float | None:

@@ -68,6 +68,29 @@ def test_a_node_that_waits_joins_again_if_the_next_master_knows_nothing(
         master.close()
 
 
+def test_a_node_that_waits_gives_way_to_a_later_one_of_its_name(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """Of two machines with one name the later one stays. They must not displace each other for ever."""
+    master = LiveMaster(tmp_path, token="secret")
+    try:
+        place = {"DLROVER_HOOKS_NODE": "a", "DLROVER_HOOKS_TOKEN": "secret"}
+        flags = ("--rdzv-endpoint", master.url, "--nnodes", "2")
+        started = list[Launched]()
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir(mode=0o700)
+            started.append(launch(WORLD, *flags, job="again", DLROVER_HOOKS_RUNTIME_DIR=str(tmp_path / name), **place))
+            started[-1].says("waiting for the other nodes")
+        code, errors = started[0].end()
+        assert code == 77, errors
+        assert "joining again" not in errors
+        assert started[1].process.poll() is None
+        started[1].process.send_signal(signal.SIGINT)
+        assert started[1].end()[0] == 130
+    finally:
+        master.close()
+
+
 @pytest.mark.requirement("ED-75")
 def test_a_dead_worker_of_one_node_restarts_both(node: Node) -> None:
     """The other agent hears of it from the master; both count it, and form the next round together."""
