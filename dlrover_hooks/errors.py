@@ -4,6 +4,7 @@
     ├── UsageError
     │   ├── DataMismatch
     │   ├── UnsupportedState
+    │   ├── JobSpecError
     │   └── MissingExtra
     ├── MasterError
     │   ├── Unauthorized       401
@@ -66,6 +67,14 @@ class DataMismatch(UsageError):
 
 class UnsupportedState(UsageError):
     """Something in the state cannot be saved without pickle."""
+
+
+class JobSpecError(UsageError):
+    """A job of several roles is described wrongly. `problems`: all that was found."""
+
+    def __init__(self, job: str, problems: list[str]) -> None:
+        super().__init__(f"job {job!r} cannot run as described:\n" + "\n".join(f"  - {one}" for one in problems))
+        self.problems = problems
 
 
 class MissingExtra(UsageError, ImportError):

@@ -24,6 +24,7 @@ from dlrover_hooks.protocol import (
     AwaitCluster,
     AwaitNodes,
     AwaitPlan,
+    AwaitRoles,
     AwaitTasks,
     DeleteJob,
     Exited,
@@ -35,14 +36,15 @@ from dlrover_hooks.protocol import (
     OpenLedger,
     Phase,
     RegisterTask,
+    RegisterWorker,
     TakeLeases,
     Watch,
 )
 
 log = logging.getLogger("dlrover_hooks.master")
-_SPEAK = (TakeLeases, Join, RegisterTask)
+_SPEAK = (TakeLeases, Join, RegisterTask, RegisterWorker)
 """Events that only show that their sender lives, the most frequent first."""
-_UNTRACKED = (AwaitTasks, AwaitCluster, AwaitCheck, AwaitNodes)
+_UNTRACKED = (AwaitTasks, AwaitRoles, AwaitCluster, AwaitCheck, AwaitNodes)
 
 
 class _Speaker(enum.Enum):
@@ -65,6 +67,8 @@ def _speakers(name: str, job: Job) -> Iterator[tuple[Name, _Speaker]]:
             yield (name, member.incarnation), _Speaker.BEATS if trains else _Speaker.LOADS
     for task in sorted(job.ps.incarnations if job.ps is not None else ()):
         yield (name, task), _Speaker.BEATS
+    for worker in sorted(job.roles.incarnations if job.roles is not None else ()):
+        yield (name, worker), _Speaker.BEATS
     for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
         yield (name, speaker), _Speaker.ASKS
 
@@ -264,6 +268,8 @@ class Liveness:
         if job is None or not knows(job, lost.incarnation):
             return False
         if lost.incarnation in job.ledgers.free or (job.ps is not None and lost.incarnation in job.ps.incarnations):
+            return True
+        if job.roles is not None and lost.incarnation in job.roles.incarnations:
             return True
         current = job.rounds.round
         member = current.members.get(lost.incarnation) if current is not None else None

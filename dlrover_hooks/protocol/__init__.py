@@ -145,6 +145,28 @@ from dlrover_hooks.protocol.resource_plans import (
     ResourcePlan as ResourcePlan,
     ScalePlan as ScalePlan,
 )
+from dlrover_hooks.protocol.role_messages import (
+    UNLIMITED as UNLIMITED,
+    AwaitRoles as AwaitRoles,
+    FailurePolicy as FailurePolicy,
+    JobPhase as JobPhase,
+    MasterRestarted as MasterRestarted,
+    RegisterWorker as RegisterWorker,
+    RestartCount as RestartCount,
+    RestartRole as RestartRole,
+    RoleBudgets as RoleBudgets,
+    RoleEvent as RoleEvent,
+    RoleRules as RoleRules,
+    Roles as Roles,
+    RoleWorker as RoleWorker,
+    ShowRoles as ShowRoles,
+    StartRoles as StartRoles,
+    StopRoles as StopRoles,
+    WorkerCause as WorkerCause,
+    WorkerEnded as WorkerEnded,
+    WorkerState as WorkerState,
+    WorkerWaits as WorkerWaits,
+)
 from dlrover_hooks.protocol.routes import (
     ROUTES as ROUTES,
     Route as Route,

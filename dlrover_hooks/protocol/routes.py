@@ -74,6 +74,19 @@ from dlrover_hooks.protocol.ps_messages import (
     Task,
     Tasks,
 )
+from dlrover_hooks.protocol.role_messages import (
+    AwaitRoles,
+    MasterRestarted,
+    RegisterWorker,
+    RestartRole,
+    Roles,
+    RoleWorker,
+    ShowRoles,
+    StartRoles,
+    StopRoles,
+    WorkerEnded,
+    WorkerWaits,
+)
 from dlrover_hooks.protocol.scaling_messages import (
     AwaitNodes,
     DesiredNodes,
@@ -181,6 +194,33 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="GET", path="/v1/jobs/{job}/tasks", request=ShowTasks, reply=Tasks, summary="All tasks, as they stand."
     ),
+    Route(method="POST", path="/v1/roles/start", request=StartRoles, reply=Roles, event=True, summary="Start roles."),
+    Route(
+        method="POST",
+        path="/v1/roles/register",
+        request=RegisterWorker,
+        reply=RoleWorker,
+        event=True,
+        summary="A worker of a role is up.",
+    ),
+    Route(method="POST", path="/v1/roles/ended", request=WorkerEnded, reply=Done, event=True, summary="Its end."),
+    Route(method="POST", path="/v1/roles/waits", request=WorkerWaits, reply=Done, event=True, summary="No place yet."),
+    Route(
+        method="POST",
+        path="/v1/roles/master",
+        request=MasterRestarted,
+        reply=Done,
+        event=True,
+        summary="A PrimeMaster or a SubMaster was started again.",
+    ),
+    Route(
+        method="POST", path="/v1/roles/restart", request=RestartRole, reply=Roles, event=True, summary="Restart a role."
+    ),
+    Route(method="POST", path="/v1/roles/stop", request=StopRoles, reply=Roles, event=True, summary="End the job."),
+    Route(
+        method="POST", path="/v1/roles/await", request=AwaitRoles, reply=Roles, waits=True, summary="Wait for changes."
+    ),
+    Route(method="GET", path="/v1/jobs/{job}/roles", request=ShowRoles, reply=Roles, summary="Roles, as they stand."),
     Route(
         method="POST",
         path="/v1/scaling/start",

@@ -42,6 +42,7 @@ from dlrover_hooks.master.core.job_scaling import plan_requests
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
+from dlrover_hooks.master.core.roles import role_requests
 from dlrover_hooks.master.core.rounds import key_value_store, member_changes, preemption_agreement
 from dlrover_hooks.protocol import (
     ROUTES,
@@ -58,20 +59,27 @@ from dlrover_hooks.protocol import (
     KeyValues,
     Leave,
     Loaded,
+    MasterRestarted,
     Message,
     MigrateTask,
     OpenLedger,
     Preempt,
     RegisterTask,
+    RegisterWorker,
     ReportNodes,
     ReportTask,
     ReportTransfer,
+    RestartRole,
     ScaleNodes,
     ScaleTasks,
+    StartRoles,
     StartScaling,
+    StopRoles,
     TakeLeases,
     Vote,
     Voted,
+    WorkerEnded,
+    WorkerWaits,
 )
 
 
@@ -189,6 +197,13 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Fenced: task_requests.fenced,
     Connected: task_requests.connected,
     EndTasks: task_requests.end_tasks,
+    StartRoles: role_requests.start,
+    RegisterWorker: role_requests.register,
+    WorkerEnded: role_requests.ended,
+    WorkerWaits: role_requests.waits,
+    MasterRestarted: role_requests.master_restarted,
+    RestartRole: role_requests.restart_role,
+    StopRoles: role_requests.stop,
     JoinCheck: check_requests.join,
     ReportTransfer: check_requests.transfer,
     StartScaling: plan_requests.start,

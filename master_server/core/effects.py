@@ -91,6 +91,11 @@ def nodes_topic(job: str) -> str:
     return f"nodes {job}"
 
 
+def roles_topic(job: str) -> str:
+    """Woken when the workers of a job of several roles changed."""
+    return f"roles {job}"
+
+
 def cluster_topic(job: str) -> str:
     """Woken when a cluster version may have been announced."""
     return f"cluster {job}"

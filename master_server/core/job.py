@@ -26,6 +26,7 @@ from dlrover_hooks.master.core.job_scaling.scaling_state import JobScaling
 from dlrover_hooks.master.core.leased_data.ledger import Ledgers
 from dlrover_hooks.master.core.node_check.check_state import NodeCheck
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
+from dlrover_hooks.master.core.roles.role_state import RoleJob
 from dlrover_hooks.master.core.rounds import rank_assignment, rendezvous as rounds
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
 from dlrover_hooks.master.core.rounds.members import Member
@@ -116,6 +117,8 @@ class Job(msgspec.Struct):
     """The key-value store of the current round."""
     ps: PSClusters | None = None
     """The tasks of a parameter server job."""
+    roles: RoleJob | None = None
+    """The workers of a job of several roles."""
     scaling: JobScaling | None = None
     """The plans for its nodes, if the master makes them."""
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
@@ -159,7 +162,7 @@ class Job(msgspec.Struct):
     def only_checked(self) -> bool:
         """Its nodes were checked, and nothing else has ever been requested for it."""
         checked = self.check.number > 0 and not self.check.standing
-        unused = not self.run and self.ps is None and self.scaling is None
+        unused = not self.run and self.ps is None and self.scaling is None and self.roles is None
         return checked and unused and not self.ledgers.named
 
     @property
@@ -171,12 +174,15 @@ class Job(msgspec.Struct):
     def standing(self) -> int:
         """Number of waiting agents, live members and registered tasks."""
         tasks = len(self.ps.incarnations) if self.ps is not None else 0
+        tasks += len(self.roles.incarnations) if self.roles is not None else 0
         return tasks + len(self.rounds.waiting) + (self.rounds.round.live if self.rounds.round is not None else 0)
 
 
 def knows(job: Job, incarnation: str) -> bool:
     """True if `incarnation` holds a rank, waits for one, is a task, is checked, or may hold leases without a rank."""
     if job.ps is not None and incarnation in job.ps.incarnations:
+        return True
+    if job.roles is not None and incarnation in job.roles.incarnations:
         return True
     if job.check.takes_part(incarnation):
         return True
@@ -238,6 +244,8 @@ def arm(job: Job, now: float, effects: Effects) -> None:
     dues.append(job.check.due)
     if job.ps is not None and not job.finished:
         dues.append(job.ps.due(now))
+    if job.roles is not None:
+        dues.append(job.roles.due())
     if job.scaling is not None:
         dues.append(job.scaling.due)
     at = min(dues, default=math.inf)

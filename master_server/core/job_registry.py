@@ -20,6 +20,7 @@ from dlrover_hooks.master.core.effects import (
     nodes_topic,
     parting_topic,
     plan_topic,
+    roles_topic,
     round_topic,
     shards_topic,
     tasks_topic,
@@ -36,10 +37,12 @@ from dlrover_hooks.protocol import (
     Message,
     OpenLedger,
     ScaleTasks,
+    StartRoles,
     StartScaling,
 )
 
-_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic, check_topic, nodes_topic)
+_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic, check_topic, nodes_topic,
+           roles_topic)  # fmt: skip
 """Of every job; those of its ledgers have the name of the ledger too."""
 
 
@@ -94,7 +97,9 @@ def repeated(state: Master, event: Message, key: Key) -> Message | None:
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
-    if isinstance(event, (ScaleTasks, JoinCheck, StartScaling)) or (isinstance(event, OpenLedger) and event.free):
+    if isinstance(event, (ScaleTasks, JoinCheck, StartScaling, StartRoles)) or (
+        isinstance(event, OpenLedger) and event.free
+    ):
         return _create(state, event, now, key)
     if isinstance(event, DeleteJob):
         return _delete(state, event)
@@ -121,7 +126,7 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutco
 
 
 def _create(
-    state: Master, event: OpenLedger | ScaleTasks | JoinCheck | StartScaling, now: float, key: Key | None
+    state: Master, event: OpenLedger | ScaleTasks | JoinCheck | StartScaling | StartRoles, now: float, key: Key | None
 ) -> EventOutcome:
     """Apply an event that may create the job before any process has joined. The first join then names its run."""
     if not event.job:

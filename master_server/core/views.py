@@ -16,6 +16,7 @@ from dlrover_hooks.master.core.effects import (
     nodes_topic,
     parting_topic,
     plan_topic,
+    roles_topic,
     round_topic,
     shards_topic,
     tasks_topic,
@@ -28,6 +29,7 @@ from dlrover_hooks.master.core.job_scaling import plan_requests
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
+from dlrover_hooks.master.core.roles import role_requests
 from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
 from dlrover_hooks.master.core.rounds.members import Member, census_of, first_gone
 from dlrover_hooks.protocol import (
@@ -38,6 +40,7 @@ from dlrover_hooks.protocol import (
     AwaitNodes,
     AwaitParting,
     AwaitPlan,
+    AwaitRoles,
     AwaitRound,
     AwaitShards,
     AwaitTasks,
@@ -67,11 +70,13 @@ from dlrover_hooks.protocol import (
     Plan,
     Plans,
     PSCluster,
+    Roles,
     Seated,
     ShowCheck,
     ShowJob,
     ShowLedger,
     ShowPlans,
+    ShowRoles,
     ShowTasks,
     ShowVitals,
     Tasks,
@@ -86,6 +91,7 @@ Poll = (
     | AwaitKeys
     | AwaitNodes
     | AwaitParting
+    | AwaitRoles
     | AwaitTasks
     | AwaitCluster
     | AwaitCheck
@@ -123,6 +129,8 @@ def nothing(request: Message) -> Message | None:
     """The answer to a long-poll that timed out; None for `Watch`, which has no timeout."""
     if isinstance(request, AwaitTasks):
         return Tasks(number=request.after)
+    if isinstance(request, AwaitRoles):
+        return Roles(number=request.after)
     if isinstance(request, AwaitCluster):
         return PSCluster(version=request.after)
     if isinstance(request, AwaitNodes):
@@ -356,6 +364,16 @@ def _awaited_cluster(state: Master, nodes: Nodes, request: AwaitCluster) -> PSCl
     return task_requests.awaited_cluster(job_named(state, request.job), request)
 
 
+def _roles(state: Master, nodes: Nodes, request: ShowRoles) -> Roles:
+    del nodes
+    return role_requests.show(job_named(state, request.job), request.role, state.now)
+
+
+def _awaited_roles(state: Master, nodes: Nodes, request: AwaitRoles) -> Roles | None:
+    del nodes
+    return role_requests.awaited(job_named(state, request.job), request, state.now)
+
+
 def _check(state: Master, nodes: Nodes, request: ShowCheck) -> CheckReport:
     del nodes
     return check_requests.show(job_named(state, request.job), request)
@@ -393,6 +411,8 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ShowTasks: _tasks,
     AwaitTasks: _awaited_tasks,
     AwaitCluster: _awaited_cluster,
+    ShowRoles: _roles,
+    AwaitRoles: _awaited_roles,
     ShowPlans: _plans,
     AwaitNodes: _awaited_nodes,
     ShowCheck: _check,
@@ -402,6 +422,7 @@ _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitRound: round_topic,
     AwaitPlan: plan_topic,
     AwaitParting: parting_topic,
+    AwaitRoles: roles_topic,
     AwaitTasks: tasks_topic,
     AwaitNodes: nodes_topic,
     AwaitCluster: cluster_topic,

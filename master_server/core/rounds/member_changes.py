@@ -29,6 +29,7 @@ from dlrover_hooks.master.core.job_scaling import plan_requests
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
+from dlrover_hooks.master.core.roles import role_requests
 from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
 from dlrover_hooks.master.core.rounds.members import SLOW, STALLED
@@ -240,6 +241,7 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
     job_ledgers.part(job, incarnation, effects, lost=counts)
     preemption_agreement.part(job, incarnation, effects)
     task_requests.part(job, incarnation, now, effects, lost=how == rendezvous.LOST)
+    role_requests.part(job, incarnation, now, effects, lost=how == rendezvous.LOST)
     check_requests.part(job, incarnation, now, effects)
     if current is not None and not job.finished and current.done == current.world_size:
         _finish(job, effects)
@@ -260,6 +262,7 @@ def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
     job.alarm = math.inf
     job_ledgers.expire(job, now, effects)
     task_requests.tick(job, now, effects)
+    role_requests.tick(job, now, effects)
     check_requests.tick(job, now, effects)
     plan_requests.tick(job, now, effects)
     if persist_due_at(job) <= now:
@@ -295,6 +298,7 @@ def _forget_replies(job: Job) -> None:
 def _bound_replies(job: Job) -> None:
     """Limit the stored replies if lease holders without a rank come and leave while no round forms."""
     here = len(job.ledgers.free) + (len(job.ps.incarnations) if job.ps is not None else 0)
+    here += len(job.roles.incarnations) if job.roles is not None else 0
     here += len(job.rounds.seats) + (len(job.rounds.round.members) if job.rounds.round else 0)
     if len(job.replies) > 4 * here + 64:
         _forget_replies(job)

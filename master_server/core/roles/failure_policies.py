@@ -1,0 +1,72 @@
+"""What follows when a worker ends before it is done: budgets first, then the policy of its role."""
+
+from __future__ import annotations
+
+from dlrover_hooks.master.core.roles import role_state
+from dlrover_hooks.master.core.roles.role_state import RoleJob, WorkerRecord, begin_life, charge, note
+from dlrover_hooks.protocol import FailurePolicy, JobPhase, WorkerCause, WorkerState
+
+
+def failed(
+    roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, detail: str, now: float, *, recovers: bool
+) -> None:
+    """Worker `worker` ended in its current life. `recovers`: see `WorkerEnded`."""
+    what = f"{cause.value}: {detail}" if detail else cause.value
+    note(roles, now, "lost", worker, text=what)
+    place, rules = f"worker {worker.rank} of role {worker.role!r}", roles.rules[worker.role]
+    _charge_node(roles, worker, cause, now)
+    if cause is WorkerCause.PREEMPTED:
+        over = charge(roles, "preemption", roles.budgets.preemptions, now)
+    else:
+        over = charge(roles, f"worker {worker.role}", rules.worker_restarts, now)
+    policy = rules.on_failure
+    if policy is FailurePolicy.FAIL:
+        over = f"on_failure of role {worker.role!r} is 'fail'"
+    if not over:
+        over = _follow(roles, worker, policy, what, now, recovers=recovers)
+    if over:
+        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {what}; {over}")
+
+
+def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: float) -> None:
+    """Failures of a node never end the job: the node is avoided. A preemption is no failure of its node."""
+    node = worker.node
+    if not node or cause in (WorkerCause.PREEMPTED, WorkerCause.RAISED):
+        return
+    if charge(roles, f"node {node}", roles.budgets.node_failures, now) and node not in roles.avoid:
+        roles.avoid.append(node)
+        note(roles, now, "avoid", role=worker.role, text=f"node {node}: too many workers failed there")
+
+
+def _follow(
+    roles: RoleJob, worker: WorkerRecord, policy: FailurePolicy, why: str, now: float, *, recovers: bool
+) -> str:
+    """Start what the policy starts. Returns which budget is used up, or nothing."""
+    others = roles.workers[worker.role]
+    if policy is FailurePolicy.REJOIN:
+        alone = len(others) == 1
+        done = any(one.state is WorkerState.DONE for one in others)
+        policy = FailurePolicy.REJOIN if (recovers and not done) or alone else FailurePolicy.ROLE
+    if policy is FailurePolicy.ROLE:
+        over = charge(roles, f"role {worker.role}", roles.rules[worker.role].role_restarts, now)
+        if not over:
+            restart_role(roles, worker.role, why, now)
+        return over
+    if policy is FailurePolicy.JOB:
+        over = charge(roles, "job", roles.budgets.job_restarts, now)
+        if not over:
+            note(roles, now, FailurePolicy.JOB.value, text=why)
+            for of in roles.workers.values():
+                for one in of:
+                    begin_life(roles, one, now, why)
+        return over
+    begin_life(roles, worker, now, why)
+    note(roles, now, policy.value, worker, text=why)
+    return ""
+
+
+def restart_role(roles: RoleJob, role: str, why: str, now: float) -> None:
+    """All workers of a role are started again, also those that were done."""
+    note(roles, now, FailurePolicy.ROLE.value, role=role, text=why)
+    for one in roles.workers[role]:
+        begin_life(roles, one, now, why)

@@ -1,0 +1,242 @@
+"""Requests about a job of several roles: checks, then the change, then what follows from it.
+
+Masters of the job and users are no part of it: they send events under any incarnation. Sent twice they have the effect
+of one, because each names the life or the submission that it is about.
+"""
+
+from __future__ import annotations
+
+from dlrover_hooks.errors import BadRequest, Conflict, Stale
+from dlrover_hooks.master.core.effects import Wake, roles_topic, watch_topic
+from dlrover_hooks.master.core.job import Effects, Job, arm
+from dlrover_hooks.master.core.roles import failure_policies, role_state
+from dlrover_hooks.master.core.roles.role_state import MOST_WORKERS, RoleJob, WorkerRecord, find, note
+from dlrover_hooks.protocol import (
+    UNLIMITED,
+    AwaitRoles,
+    Done,
+    JobPhase,
+    MasterRestarted,
+    RegisterWorker,
+    RestartRole,
+    Roles,
+    RoleWorker,
+    StartRoles,
+    StopRoles,
+    WorkerCause,
+    WorkerEnded,
+    WorkerState,
+    WorkerWaits,
+)
+
+_MOST_TEXT = 4000
+"""Characters of a text that are kept."""
+_END = "End this process: another one has its place, or the job is over."
+
+
+def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
+    """Start the job. Raises BadRequest, Conflict."""
+    roles = job.roles
+    if roles is not None and roles.submission == event.submission:
+        return role_state.view(roles, now)
+    if roles is not None and not roles.over:
+        raise Conflict(
+            f"Job {job.name!r} runs already.",
+            hint="Stop it first, or submit(job_name=ANOTHER).",
+        )
+    _check(job, event)
+    job.roles = role_state.started(event.submission, event.roles, event.budgets, event.spec, now)
+    job.finished, job.finished_step, job.finish_written = False, None, False
+    _follow(job, job.roles, now, effects)
+    return role_state.view(job.roles, now)
+
+
+def _check(job: Job, event: StartRoles) -> None:
+    names = [one.name for one in event.roles]
+    if not names or len(set(names)) != len(names) or not all(names):
+        raise BadRequest(f"Job {job.name!r} needs roles with different names, not {names}.")
+    if not any(one.driver for one in event.roles):
+        raise BadRequest(f"Job {job.name!r} has no driver role, so it would never end.", hint="Leave out not_driver().")
+    total = sum(one.workers for one in event.roles)
+    if min(one.workers for one in event.roles) < 1 or total > MOST_WORKERS:
+        raise BadRequest(
+            f"The roles of job {job.name!r} have {[one.workers for one in event.roles]} workers.",
+            hint=f"Each needs at least one, and all together have at most {MOST_WORKERS}.",
+        )
+    limits = [event.budgets.job_restarts, event.budgets.preemptions, event.budgets.node_failures]
+    limits += [limit for one in event.roles for limit in (one.worker_restarts, one.role_restarts)]
+    if min(limits) < UNLIMITED or max(limits) > 1 << 31:
+        raise BadRequest(f"A budget of job {job.name!r} is {min(limits)}.", hint="Give 0 or more, or -1 for no limit.")
+    if job.ps is not None or job.scaling is not None:
+        raise BadRequest(
+            f"Job {job.name!r} has parameter servers or planned nodes, so it has no roles.", hint="Use another name."
+        )
+
+
+def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> RoleWorker:
+    """A process is up. Raises BadRequest, Stale."""
+    roles = _roles(job)
+    worker = _current(job, roles, event.role, event.rank, event.life)
+    if worker.state is WorkerState.DONE or worker.incarnation not in ("", event.incarnation):
+        raise Stale(f"{_name(worker)} of job {job.name!r} is process {worker.incarnation!r}.", hint=_END)
+    if worker.state is WorkerState.INITIAL:
+        worker.state, worker.incarnation, worker.reason = WorkerState.RUNNING, event.incarnation, ""
+        worker.node, worker.pid, worker.address = event.node, event.pid, event.address
+        roles.incarnations[event.incarnation] = (worker.role, worker.rank)
+        note(roles, now, "running", worker, text=f"node {event.node}, pid {event.pid}")
+        _follow(job, roles, now, effects)
+    return next(one for one in role_state.view(roles, now, worker.role).workers if one.rank == worker.rank)
+
+
+def ended(job: Job, event: WorkerEnded, now: float, effects: Effects) -> Done:
+    """A process has ended. Raises BadRequest for a worker that there is not."""
+    roles = _roles(job)
+    worker = find(roles, event.role, event.rank)
+    if worker is None:
+        raise _unknown(job, event.role, event.rank)
+    if roles.over or worker.life != event.life or worker.state is WorkerState.DONE:
+        return Done()
+    if event.cause is None:
+        _done(job, roles, worker, now, effects)
+    else:
+        _failed(job, roles, worker, event.cause, event.detail, now, recovers=event.recovers)
+    _follow(job, roles, now, effects)
+    return Done()
+
+
+def _done(job: Job, roles: RoleJob, worker: WorkerRecord, now: float, effects: Effects) -> None:
+    del job, effects
+    roles.incarnations.pop(worker.incarnation, None)
+    worker.state = WorkerState.DONE
+    note(roles, now, "done", worker)
+    if role_state.all_drivers_done(roles):
+        role_state.end(roles, now, JobPhase.DONE, "all workers of the driver roles are done")
+
+
+def _failed(
+    job: Job, roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, detail: str, now: float, *, recovers: bool
+) -> None:
+    job.replies.pop(worker.incarnation, None)
+    failure_policies.failed(roles, worker, cause, detail[-_MOST_TEXT:], now, recovers=recovers)
+
+
+def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
+    """A process cannot be started yet. Raises BadRequest."""
+    roles = _roles(job)
+    worker = find(roles, event.role, event.rank)
+    if worker is None:
+        raise _unknown(job, event.role, event.rank)
+    reason = event.reason[:_MOST_TEXT]
+    if worker.life == event.life and worker.state is WorkerState.INITIAL and worker.reason != reason:
+        worker.reason = reason
+        note(roles, now, "waits", worker, text=reason)
+        _follow(job, roles, now, effects)
+    return Done()
+
+
+def master_restarted(job: Job, event: MasterRestarted, now: float, effects: Effects) -> Done:
+    """A SubMaster or the PrimeMaster was started again. Raises BadRequest."""
+    roles = _roles(job)
+    note(roles, now, "sub_master" if event.role else "prime_master", role=event.role, text="started again")
+    _follow(job, roles, now, effects)
+    return Done()
+
+
+def restart_role(job: Job, event: RestartRole, now: float, effects: Effects) -> Roles:
+    """A user has a role started again. Raises BadRequest, Stale."""
+    roles = _roles(job)
+    if event.role not in roles.workers:
+        raise BadRequest(f"Job {job.name!r} has no role {event.role!r}: it has {sorted(roles.workers)}.")
+    if roles.over:
+        raise Stale(f"Job {job.name!r} is over: {roles.phase.value}.", hint="Submit it again.")
+    failure_policies.restart_role(roles, event.role, event.reason[:_MOST_TEXT], now)
+    _follow(job, roles, now, effects)
+    return role_state.view(roles, now)
+
+
+def stop(job: Job, event: StopRoles, now: float, effects: Effects) -> Roles:
+    """End the job. Raises BadRequest."""
+    roles = _roles(job)
+    if not roles.over:
+        phase = JobPhase.FAILED if event.failed else JobPhase.STOPPED
+        role_state.end(roles, now, phase, event.reason[:_MOST_TEXT])
+        _follow(job, roles, now, effects)
+    return role_state.view(roles, now)
+
+
+def part(job: Job, incarnation: str, now: float, effects: Effects, *, lost: bool) -> None:
+    """The process `incarnation` was declared dead. Others, and those that left by themselves, are ignored: the
+    SubMaster reports their end."""
+    roles = job.roles
+    place = roles.incarnations.get(incarnation) if roles is not None else None
+    if roles is None or place is None or not lost:
+        return
+    worker = roles.workers[place[0]][place[1]]
+    _failed(job, roles, worker, WorkerCause.SILENT, "it was declared dead", now, recovers=True)
+    _follow(job, roles, now, effects)
+
+
+def tick(job: Job, now: float, effects: Effects) -> None:
+    """A deadline is reached: workers that have not registered in time have failed."""
+    roles = job.roles
+    if roles is None or roles.due() > now:
+        return
+    for worker in [one for of in roles.workers.values() for one in of]:
+        if not roles.over and worker.state is WorkerState.INITIAL and worker.due <= now:
+            detail = f"it was not up after {roles.budgets.ready_s:g} s"
+            detail += f" ({worker.reason})" if worker.reason else ""
+            _failed(job, roles, worker, WorkerCause.NEVER_STARTED, detail, now, recovers=True)
+    _follow(job, roles, now, effects)
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+def show(job: Job, role: str, now: float) -> Roles:
+    """The job as it stands. Raises BadRequest."""
+    roles = _roles(job)
+    if role and role not in roles.workers:
+        raise BadRequest(f"Job {job.name!r} has no role {role!r}: it has {sorted(roles.workers)}.")
+    return role_state.view(roles, now, role)
+
+
+def awaited(job: Job, request: AwaitRoles, now: float) -> Roles | None:
+    """The job, once it has changed."""
+    roles = _roles(job)
+    return show(job, request.role, now) if roles.number > request.after else None
+
+
+# ---- common ----------------------------------------------------------------------------------------------------------
+
+
+def _roles(job: Job) -> RoleJob:
+    if job.roles is None:
+        raise BadRequest(f"Job {job.name!r} has no roles.", hint="Submit it first: StartRoles.")
+    return job.roles
+
+
+def _current(job: Job, roles: RoleJob, role: str, rank: int, life: int) -> WorkerRecord:
+    worker = find(roles, role, rank)
+    if worker is None:
+        raise _unknown(job, role, rank)
+    if roles.over:
+        raise Stale(f"Job {job.name!r} is over: {roles.phase.value}.", hint=_END)
+    if worker.life != life:
+        raise Stale(f"Life {life} of {_name(worker)} of job {job.name!r} is over: it is at {worker.life}.", hint=_END)
+    return worker
+
+
+def _name(worker: WorkerRecord) -> str:
+    return f"worker {worker.rank} of role {worker.role!r}"
+
+
+def _unknown(job: Job, role: str, rank: int) -> BadRequest:
+    return BadRequest(f"Job {job.name!r} has no worker {rank} of role {role!r}.", hint="See `GET /v1/jobs/JOB/roles`.")
+
+
+def _follow(job: Job, roles: RoleJob, now: float, effects: Effects) -> None:
+    if roles.over and not job.finished:
+        job.finished, job.finished_step = True, job.finished_step or 0
+        effects.append(Wake(topic=watch_topic(job.name)))
+    effects.append(Wake(topic=roles_topic(job.name)))
+    arm(job, now, effects)

@@ -1,0 +1,190 @@
+"""What the master keeps of a job of several roles."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from dlrover_hooks.protocol import (
+    UNLIMITED,
+    JobPhase,
+    RestartCount,
+    RoleBudgets,
+    RoleEvent,
+    RoleRules,
+    Roles,
+    RoleWorker,
+    WorkerState,
+)
+
+MOST_EVENTS = 500
+"""Events that are kept; the figures of the job do not depend on them."""
+MOST_WORKERS = 16384
+
+
+class WorkerRecord(msgspec.Struct):
+    """One rank of a role. `due`: when its process must have registered, by the clock of `now`."""
+
+    role: str
+    rank: int
+    life: int = 1
+    state: WorkerState = WorkerState.INITIAL
+    incarnation: str = ""
+    node: str = ""
+    pid: int = 0
+    address: str = ""
+    reason: str = ""
+    due: float = math.inf
+
+
+class FailureTimes(msgspec.Struct):
+    """When failures happened that a budget counts, by the clock of `now`."""
+
+    at: list[float] = []
+
+    def add(self, now: float, window_s: float) -> int:
+        """Count one more; how many there are within the window."""
+        self.at = [*(one for one in self.at if one > now - window_s), now]
+        return len(self.at)
+
+    def used(self, now: float, window_s: float) -> int:
+        """How many there are within the window."""
+        return sum(one > now - window_s for one in self.at)
+
+
+class RoleJob(msgspec.Struct):
+    """All of it. `number` increases with every change that a waiting request is to see."""
+
+    submission: str
+    rules: dict[str, RoleRules]
+    budgets: RoleBudgets
+    spec: str
+    began: float
+    number: int = 1
+    phase: JobPhase = JobPhase.RUNNING
+    reason: str = ""
+    workers: dict[str, list[WorkerRecord]] = {}
+    """By role, in the order of their ranks."""
+    incarnations: dict[str, tuple[str, int]] = {}
+    """Role and rank of each registered process."""
+    failures: dict[str, FailureTimes] = {}
+    """By budget: `worker ROLE`, `role ROLE`, `job`, `preemption`, `node NODE`."""
+    avoid: list[str] = []
+    events: list[RoleEvent] = []
+    dropped: int = 0
+
+    @property
+    def over(self) -> bool:
+        """It is done, failed or stopped."""
+        return self.phase is not JobPhase.RUNNING
+
+    def due(self) -> float:
+        """When the next process must have registered; infinity: none is awaited."""
+        if self.over:
+            return math.inf
+        initial = (one.due for of in self.workers.values() for one in of if one.state is WorkerState.INITIAL)
+        return min(initial, default=math.inf)
+
+
+def started(submission: str, rules: tuple[RoleRules, ...], budgets: RoleBudgets, spec: str, now: float) -> RoleJob:
+    """A job whose workers are all to be started."""
+    roles = RoleJob(submission, {one.name: one for one in rules}, budgets, spec, now)
+    for one in rules:
+        due = now + budgets.ready_s
+        roles.workers[one.name] = [WorkerRecord(one.name, rank, due=due) for rank in range(one.workers)]
+    note(roles, now, "started", text=", ".join(f"{one.workers} {one.name}" for one in rules))
+    return roles
+
+
+def note(
+    roles: RoleJob, now: float, kind: str, worker: WorkerRecord | None = None, *, role: str = "", text: str = ""
+) -> None:
+    """Append an event, and drop the oldest one if there are too many."""
+    roles.number += 1
+    at = round(max(0.0, now - roles.began), 3)
+    if worker is not None:
+        roles.events.append(RoleEvent(at, kind, worker.role, worker.rank, worker.life, text))
+    else:
+        roles.events.append(RoleEvent(at, kind, role, text=text))
+    if len(roles.events) > MOST_EVENTS:
+        del roles.events[0]
+        roles.dropped += 1
+
+
+def find(roles: RoleJob, role: str, rank: int) -> WorkerRecord | None:
+    """The worker with this rank, if there is one."""
+    of = roles.workers.get(role, [])
+    return of[rank] if 0 <= rank < len(of) else None
+
+
+def begin_life(roles: RoleJob, worker: WorkerRecord, now: float, reason: str) -> None:
+    """The next process takes this rank. Nothing that the last one sends counts any more."""
+    roles.incarnations.pop(worker.incarnation, None)
+    worker.life += 1
+    worker.state, worker.reason, worker.due = WorkerState.INITIAL, reason, now + roles.budgets.ready_s
+    worker.incarnation, worker.address, worker.node, worker.pid = "", "", "", 0
+
+
+def end(roles: RoleJob, now: float, phase: JobPhase, reason: str) -> None:
+    """The job is over: no process is started any more, and those that run are ended."""
+    roles.phase, roles.reason = phase, reason
+    roles.incarnations.clear()
+    note(roles, now, phase.value, text=reason)
+
+
+def all_drivers_done(roles: RoleJob) -> bool:
+    """Every worker of every driver role is done."""
+    drivers = (name for name, rules in roles.rules.items() if rules.driver)
+    return all(one.state is WorkerState.DONE for name in drivers for one in roles.workers[name])
+
+
+def used(roles: RoleJob, budget: str, now: float) -> int:
+    """Failures that this budget counts, within the window."""
+    found = roles.failures.get(budget)
+    return found.used(now, roles.budgets.window_s) if found is not None else 0
+
+
+def charge(roles: RoleJob, budget: str, limit: int, now: float) -> str:
+    """Count a failure; why the budget is used up, or nothing if it is not."""
+    count = roles.failures.setdefault(budget, FailureTimes()).add(now, roles.budgets.window_s)
+    if limit == UNLIMITED or count <= limit:
+        return ""
+    return f"the budget of {limit} for {budget!r} within {roles.budgets.window_s:g} s is used up"
+
+
+def view(roles: RoleJob, now: float, role: str = "") -> Roles:
+    """The answer to `ShowRoles`. `role`: only its workers, and no events."""
+    names = [role] if role else list(roles.workers)
+    return Roles(
+        number=roles.number,
+        phase=roles.phase,
+        reason=roles.reason,
+        submission=roles.submission,
+        spec="" if role else roles.spec,
+        workers=tuple(_shown(one) for name in names for one in roles.workers.get(name, [])),
+        budgets=() if role else tuple(_counts(roles, now)),
+        avoid=tuple(roles.avoid),
+        events=() if role else tuple(roles.events),
+        dropped=roles.dropped,
+    )
+
+
+def _shown(one: WorkerRecord) -> RoleWorker:
+    return RoleWorker(
+        one.role, one.rank, one.life, one.state, one.incarnation, one.node, one.pid, one.address, one.reason
+    )
+
+
+def _counts(roles: RoleJob, now: float) -> list[RestartCount]:
+    found = list[RestartCount]()
+    for name, rules in roles.rules.items():
+        found.append(RestartCount("worker", name, used(roles, f"worker {name}", now), rules.worker_restarts))
+        found.append(RestartCount("role", name, used(roles, f"role {name}", now), rules.role_restarts))
+    found.append(RestartCount("job", "", used(roles, "job", now), roles.budgets.job_restarts))
+    found.append(RestartCount("preemption", "", used(roles, "preemption", now), roles.budgets.preemptions))
+    for budget in sorted(roles.failures):
+        if budget.startswith("node "):
+            node = budget.removeprefix("node ")
+            found.append(RestartCount("node", node, used(roles, budget, now), roles.budgets.node_failures))
+    return found
