@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
+from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.errors import JobSpecError, UsageError
-from dlrover_hooks.job.spec import Collocation, JobSpec, Policy, duration_s
+from dlrover_hooks.job.spec import Collocation, JobSpec, Policy, find_problems
 
-_BYTES_PER_MB = 1e6
+_MB_PER_GB = 1000.0
 
 
 class DLJobBuilder:
@@ -44,7 +45,7 @@ class DLJobBuilder:
         return self if device is None else self.device_type(device)
 
     def config(self, config: Any = None, /, **more: Any) -> DLJobBuilder:
-        """Settings for the workers: a mapping, or an object with attributes such as a Namespace. JSON must hold them."""
+        """Settings for the workers: a mapping or an object with attributes, all of it JSON."""
         given = _as_dict(config)
         try:
             msgspec.json.encode(given | more)
@@ -87,7 +88,7 @@ class DLJobBuilder:
 
     def _duration(self, field: str, value: Any, name: str) -> None:
         try:
-            self._fields[field] = duration_s(value, name)
+            self._fields[field] = seconds(value, name=name)
         except UsageError as error:
             self._problems.append(error.message)
 
@@ -125,8 +126,6 @@ class DLJobBuilder:
         except msgspec.ValidationError as error:
             raise JobSpecError(self._name, [*problems, str(error)]) from None
         if problems:
-            from dlrover_hooks.job.spec import find_problems
-
             raise JobSpecError(self._name, [*problems, *find_problems(spec)])
         return spec.checked()
 
@@ -220,9 +219,9 @@ class RoleBuilder:
         accelerator: float | None = None,
         **custom: float,
     ) -> RoleBuilder:
-        """Of one worker, see `RoleResources`. `memory`, `disk` (megabytes) and `accelerator` are DLRover's spellings."""
-        memory_gb = memory * _BYTES_PER_MB / 1e9 if memory is not None else memory_gb
-        disk_gb = disk * _BYTES_PER_MB / 1e9 if disk is not None else disk_gb
+        """Of one worker, see `RoleResources`. DLRover's spellings: `memory`, `disk` (MB), `accelerator`."""
+        memory_gb = memory / _MB_PER_GB if memory is not None else memory_gb
+        disk_gb = disk / _MB_PER_GB if disk is not None else disk_gb
         device = accelerator if accelerator is not None else device
         given = {"cpu": cpu, "device": device, "memory_gb": memory_gb, "disk_gb": disk_gb}
         self._resources |= {name: value for name, value in given.items() if value is not None}

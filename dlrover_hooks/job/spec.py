@@ -135,7 +135,7 @@ class JobSpec(Frozen, frozen=True):
                 one.driver,
                 one.worker_restarts,
                 one.role_restarts,
-            )  # fmt: skip
+            )
             for one in self.roles
         )
 
