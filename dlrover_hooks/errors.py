@@ -22,6 +22,7 @@
     ├── MasterAway
     ├── BrainAway
     ├── KubernetesFailed
+    ├── CallFailed
     ├── JobFinished
     ├── RoundEnded
     ├── ShardsFailed
@@ -181,6 +182,10 @@ class KubernetesFailed(HooksError):
     def __init__(self, message: str, *, hint: str = "", code: int = 0) -> None:
         super().__init__(message, hint=hint)
         self.code = code
+
+
+class CallFailed(HooksError):
+    """A function that a worker of another role was called for raised an exception, or no worker answered in time."""
 
 
 class JobFinished(HooksError):

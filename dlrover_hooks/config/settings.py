@@ -156,6 +156,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int = 0
     master_away_s: float = 120.0
     """A master that has not answered for this long is treated as gone."""
+    keeper_linger_s: float | None = None
+    """This process starts its keeper itself, which then waits so long for the next trainer; None: the launcher does."""
     round: int = 0
     """The round in which the rank was assigned; 0: none assigned yet."""
     shares: Shares | None = None
@@ -230,7 +232,18 @@ def _keep_apart(values: dict[str, Any], home: str) -> None:
 _KEYWORDS = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
 _LAUNCHERS = (
     *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
-    *("min_workers", "max_workers", "round", "shares", "join", "preload", "master_away_s", "task", "pod_ip"),
+    *(
+        "min_workers",
+        "max_workers",
+        "round",
+        "shares",
+        "join",
+        "preload",
+        "master_away_s",
+        "task",
+        "pod_ip",
+        "keeper_linger_s",
+    ),
 )
 _TLS = ("ca_file", "client_cert", "client_key")
 _DRILL = ("faults", "trace", "last_step")
@@ -387,6 +400,7 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
         max_workers=int(env.get(PREFIX + "MAX_WORKERS") or 0),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE") or 0),
         master_away_s=float(env.get(PREFIX + "MASTER_AWAY_S") or 120),
+        keeper_linger_s=float(linger) if (linger := env.get(PREFIX + "KEEPER_LINGER_S")) else None,
         round=int(env.get(PREFIX + "ROUND") or 0),
         shares=msgspec.json.decode(told, type=Shares) if (told := env.get(PREFIX + "SHARES")) else None,
     )

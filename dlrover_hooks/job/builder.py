@@ -86,6 +86,11 @@ class DLJobBuilder:
         self._duration("ready_s", duration, "ready_within()")
         return self
 
+    def silent_after(self, duration: Any) -> DLJobBuilder:
+        """A worker without a heartbeat for so long is declared dead; a crash is noticed at once."""
+        self._duration("silent_s", duration, "silent_after()")
+        return self
+
     def _duration(self, field: str, value: Any, name: str) -> None:
         try:
             self._fields[field] = seconds(value, name=name)

@@ -71,7 +71,8 @@ class Collocation(Frozen, frozen=True):
 class JobSpec(Frozen, frozen=True):
     """A job. `collocations`: see `Collocation`. `apart`: roles of which no two workers share a node, by set.
 
-    `nodes`, `devices_per_node`: of the cluster, for the checks; 0 devices: not checked. `state`: where the PrimeMaster
+    `nodes`, `devices_per_node`: of the cluster, for the checks; 0 devices: not checked. `silent_s`: a worker without a
+    heartbeat for so long is declared dead, and its process ends when it notices. `state`: where the PrimeMaster
     keeps its journal: a folder or `file://` URL, or `etcd://...`; empty: a folder of the backend's own.
     """
 
@@ -89,6 +90,7 @@ class JobSpec(Frozen, frozen=True):
     node_failures: int = 3
     window_s: float = 3600.0
     ready_s: float = 300.0
+    silent_s: float = 10.0
     state: str = ""
 
     def to_json(self) -> str:
@@ -163,6 +165,8 @@ def find_problems(spec: JobSpec) -> list[str]:
         found.append(f"{spec.nodes} nodes with {spec.devices_per_node} devices each cannot be")
     budgets = {"job": spec.job_restarts, "preemption": spec.preemptions, "node": spec.node_failures}
     found += [f"restarts({name}={count}): give 0 or more, or -1" for name, count in budgets.items() if count < -1]
+    if not 6 <= spec.silent_s < math.inf:
+        found.append(f"silent_after({spec.silent_s:g} s): give at least 6 s, three heartbeats")
     if not (0 < spec.window_s < math.inf and 0 < spec.ready_s < math.inf):
         found.append(f"window ({spec.window_s:g} s) and ready ({spec.ready_s:g} s) must be above 0 and finite")
     seen = set[str]()

@@ -193,10 +193,10 @@ def engine(config: Config, place: Place, *, locate: Locate, notify: Callable[[Sa
         save_to=config.save_to,
         storage_options=config.storage_options,
         keep=config.keep,
-        linger_s=config.linger_s,
+        linger_s=config.linger_s if place.keeper_linger_s is None else place.keeper_linger_s,
         locate=locate,
         notify=notify,
-        start_keeper=not place.incarnation,
+        start_keeper=not place.incarnation or place.keeper_linger_s is not None,
         mode=config.snapshot,
     )
 

@@ -1,0 +1,86 @@
+"""Arguments and results of calls between workers, as bytes: MessagePack, with arrays and tensors as their raw memory.
+
+Nothing is pickled. What can be sent: None, bool, int, float, str, bytes, lists, tuples, dicts with such keys, NumPy
+arrays and scalars, and dense torch tensors, which arrive on the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dlrover_hooks.errors import UsageError
+
+_ARRAY, _TENSOR, _TUPLE = 1, 2, 3
+
+
+class _Array(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def encode(value: Any) -> bytes:
+    """Raises UsageError for a value of another type."""
+    try:
+        return msgspec.msgpack.encode(_tagged(value), enc_hook=_extension)
+    except (TypeError, NotImplementedError, OverflowError) as error:
+        raise UsageError(
+            f"{error}: it cannot be sent to another worker",
+            hint="send numbers, text, bytes, lists, tuples, dicts, NumPy arrays and torch tensors",
+        ) from None
+
+
+def decode(data: bytes) -> Any:
+    """The value from `encode`. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, ext_hook=_value)
+
+
+def _tagged(value: Any) -> Any:
+    """`value` with its tuples replaced: MessagePack knows lists only."""
+    if isinstance(value, tuple):
+        return msgspec.msgpack.Ext(_TUPLE, encode(list(value)))
+    if isinstance(value, list):
+        return [_tagged(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _tagged(one) for key, one in value.items()}
+    return value
+
+
+def _extension(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY, _packed(value))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous()
+        name = str(flat.dtype).removeprefix("torch.")
+        raw = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw.tobytes())))
+    raise NotImplementedError(f"an object of type {type(value).__name__}")
+
+
+def _packed(value: np.ndarray[Any, Any]) -> bytes:
+    if value.dtype.hasobject:
+        raise NotImplementedError("a NumPy array of Python objects")
+    return msgspec.msgpack.encode(_Array(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()))
+
+
+def _value(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        return tuple(decode(bytes(data)))
+    if code not in (_ARRAY, _TENSOR):
+        raise msgspec.ValidationError(f"there is no extension {code}")
+    found = msgspec.msgpack.decode(data, type=_Array)
+    if code == _ARRAY:
+        return np.frombuffer(bytearray(found.data), np.dtype(found.dtype)).reshape(found.shape)
+    import torch
+
+    raw = (
+        torch.frombuffer(bytearray(found.data), dtype=torch.uint8) if found.data else torch.empty(0, dtype=torch.uint8)
+    )
+    return raw.view(getattr(torch, found.dtype)).reshape(found.shape)

@@ -1,0 +1,153 @@
+"""Submits a job to this machine, and follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+
+import msgspec
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.errors import HooksError, LaunchError, MasterAway
+from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.job.job_handle import EXIT_CODES
+from dlrover_hooks.job.local.host import host_socket
+from dlrover_hooks.job.local.socket_calls import CallClient
+from dlrover_hooks.job.prime_master import Submission
+from dlrover_hooks.job.spec import JobSpec
+from dlrover_hooks.job.sub_master import client_of
+from dlrover_hooks.launcher.launcher_lock import sole
+
+_UP_S = 60.0
+
+
+def submit(spec: JobSpec) -> LocalJob:
+    """Start a job on this machine. It ends with this process.
+
+    Raises:
+        UsageError: a job of this name runs here already.
+        LaunchError: it could not be started.
+    """
+    return LocalJob(spec)
+
+
+class LocalJob:
+    """A `JobHandle`. It owns a folder with sockets, and the process that owns all others of the job."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec, self._token = spec, secrets.token_hex(16)
+        with contextlib.ExitStack() as owned:
+            owned.enter_context(sole(spec.name, ""))
+            self._folder = os.path.join(settings.runtime_dir(), f"job-{uuid.uuid4().hex[:12]}")
+            os.makedirs(self._folder, mode=0o700)
+            owned.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            submission = Submission(spec, uuid.uuid4().hex, self._token)
+            with open(os.path.join(self._folder, "job.json"), "wb") as file:
+                file.write(msgspec.json.encode(submission))
+            life, life_end = os.pipe()
+            owned.callback(os.close, life_end)
+            command = [sys.executable, "-m", "dlrover_hooks.job.local.host", self._folder, "--life-fd", str(life)]
+            self._host = Child("host", command, env=settings.worker_environment(), pass_fds=(life,))
+            os.close(life)
+            owned.callback(self._host.end)
+            self._result: p.Roles | None = None
+            self._url = self._await_url()
+            self._client = client_of(self._url, self._token)
+            owned.callback(self._client.close)
+            self._await_start(submission.id)
+            self._owned = owned.pop_all()
+
+    @property
+    def name(self) -> str:
+        """See `JobHandle`."""
+        return self._spec.name
+
+    @property
+    def url(self) -> str:
+        """See `JobHandle`."""
+        return self._url
+
+    @property
+    def token(self) -> str:
+        """See `JobHandle`."""
+        return self._token
+
+    def status(self) -> p.Roles:
+        """See `JobHandle`."""
+        if self._result is None and self._host.exit_code() is None:
+            with contextlib.suppress(MasterAway):
+                return self._client.call(p.ShowRoles(self.name), timeout_s=20.0)
+        return self._ended()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """See `JobHandle`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._result is None and self._host.wait(1.0 if deadline is None else _left(deadline)) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"job {self.name} is not over after {timeout_s:g} s")
+        roles = self._ended()
+        return EXIT_CODES[roles.phase or p.JobPhase.FAILED]
+
+    def stop(self, reason: str = "a user stopped it", *, timeout_s: float = 60.0) -> int:
+        """See `JobHandle`."""
+        if self._result is None and self._host.exit_code() is None:
+            with contextlib.suppress(HooksError):
+                self._client.call(p.StopRoles(self.name, self._client.incarnation, reason), timeout_s=timeout_s)
+        try:
+            return self.wait(timeout_s)
+        except TimeoutError:
+            self._host.end()  # and with it all others
+            return self.wait()
+
+    def restart(self, role: str) -> None:
+        """See `JobHandle`."""
+        self._client.call(p.RestartRole(self.name, self._client.incarnation, role))
+
+    def _ended(self) -> p.Roles:
+        """What the PrimeMaster has left; the folder goes."""
+        if self._result is None:
+            code = self._host.reap()
+            try:
+                with open(os.path.join(self._folder, "result"), "rb") as file:
+                    self._result = msgspec.json.decode(file.read(), type=p.Roles)
+            except OSError:
+                why = f"its processes ended before it was over ({described(code)})"
+                self._result = p.Roles(phase=p.JobPhase.FAILED, reason=why)
+            self._owned.close()
+        return self._result
+
+    def _await_url(self) -> str:
+        deadline, client = time.monotonic() + _UP_S, CallClient(host_socket(self._folder))
+        while True:
+            try:
+                return str(client.call("url"))
+            except OSError:
+                self._check(deadline)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._host.wait(0.02)
+
+    def _await_start(self, submission: str) -> None:
+        deadline = time.monotonic() + _UP_S
+        while True:
+            with contextlib.suppress(HooksError):
+                roles: p.Roles = self._client.call(p.ShowRoles(self.name), timeout_s=1.0)
+                if roles.submission == submission:
+                    return
+            self._check(deadline)
+            self._host.wait(0.02)
+
+    def _check(self, deadline: float) -> None:
+        if (code := self._host.exit_code()) is not None:
+            raise LaunchError(f"job {self.name} could not be started ({described(code)})", hint="see what stands above")
+        if time.monotonic() > deadline:
+            raise LaunchError(f"job {self.name} was not up after {_UP_S:g} s", hint="is this machine overloaded?")
+
+
+def _left(deadline: float) -> float:
+    return min(1.0, max(0.0, deadline - time.monotonic()))

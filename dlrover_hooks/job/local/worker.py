@@ -1,0 +1,80 @@
+"""The process of a local job's worker.
+
+python -m dlrover_hooks.job.local.worker FOLDER PLACE
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.errors import MasterError
+from dlrover_hooks.job.local.process_platform import outcome_file
+from dlrover_hooks.job.local.socket_calls import CallClient, CallServer
+from dlrover_hooks.job.sub_master import client_of
+from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
+from dlrover_hooks.protocol import AGAIN, WorkerCause
+
+_EXPORT_S = 30.0
+"""A call waits so long for a function that the worker has not exported yet; then it is sent again."""
+
+
+def main() -> None:
+    """Entry point of the module."""
+    parser = argparse.ArgumentParser(prog="dlrover_hooks.job.local.worker", description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("place")
+    options = parser.parse_args()
+    sys.argv = sys.argv[:1]
+    place = msgspec.json.decode(options.place, type=WorkerPlace)
+    name = f"{place.role} {place.rank}"
+    logging.basicConfig(level="WARNING", stream=sys.stderr, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
+    if sys.path[0] != "":
+        sys.path.insert(0, "")  # modules in the folder where the job was submitted
+    outcome = run(options.folder, place)
+    path = outcome_file(options.folder, place.role, place.rank, place.life)
+    with open(path + ".new", "wb") as file:
+        file.write(msgspec.json.encode(outcome))
+    os.replace(path + ".new", path)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    if outcome.cause is not None:
+        os._exit(1)
+
+
+def run(folder: str, place: WorkerPlace) -> Outcome:
+    """Be the worker `place`. Ends the process if its place was given to another one."""
+    try:
+        worker = Worker(place, os._exit)
+    except MasterError as error:
+        logging.getLogger("dlrover_hooks.job").error("%s", error)
+        os._exit(AGAIN)
+    clients = dict[str, CallClient]()
+
+    def send(address: str, function: str, arguments: list[Any], timeout_s: float) -> Any:
+        client = clients.setdefault(address, CallClient(address))
+        return client.call(function, *arguments, timeout_s=timeout_s)
+
+    def answer(function: str, arguments: list[Any]) -> Any:
+        return worker.context.answer(function, arguments, _EXPORT_S) if worker.context is not None else None
+
+    address = os.path.join(folder, f"w-{place.role}-{place.rank}-{place.life}")
+    server = CallServer(address, answer)
+    try:
+        worker.register(address, ResolvedCalls(place.job, client_of(place.master, place.token), send))
+        return worker.run()
+    except MasterError as error:
+        return Outcome(WorkerCause.KILLED, f"the master refused it: {error}")
+    finally:
+        server.close()
+        worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The PrimeMaster: serves the job's HTTP master, keeps one SubMaster for each role, and ends everything with the job.
+
+All that must outlive it is in the journal of the HTTP master: a PrimeMaster that is started again goes on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import HooksError, LaunchError, MasterAway
+from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.job.platform import MasterPlatform
+from dlrover_hooks.job.spec import JobSpec
+
+log = logging.getLogger("dlrover_hooks.job")
+
+_POLL_S, _AGAIN_S, _LOOK_S = 2.0, 0.2, 1.0
+_FIRST_S = 60.0
+"""Within this time the HTTP master has started."""
+_EARLY_S, _EARLY_ENDS = 5.0, 5
+"""The HTTP master cannot run at all if it ends within so many seconds, so often in a row."""
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """What a PrimeMaster needs to begin: the job, and a name for this run of it."""
+
+    spec: JobSpec
+    id: str
+    token: str
+
+
+class HttpMaster:
+    """The HTTP master as a child process on a socket of its owner, which starts it again. Main thread only."""
+
+    def __init__(self, listener: socket.socket, journal: str, token: str, silent_s: float) -> None:
+        self._listener, self._journal, self._token, self._silent_s = listener, journal, token, silent_s
+        self._early_ends = 0
+        self._life, self._life_end = os.pipe()
+        self._child = self._start()
+
+    def revive(self) -> None:
+        """Start it again if it has ended. Raises LaunchError if it cannot run at all."""
+        code = self._child.exit_code()
+        if code is None:
+            return
+        self._child.reap()
+        early = time.monotonic() - self._child.started_at < _EARLY_S
+        self._early_ends = self._early_ends + 1 if early else 0
+        if self._early_ends >= _EARLY_ENDS:
+            raise LaunchError(f"the HTTP master ended with {described(code)}", hint="its own message stands above")
+        log.warning("the HTTP master died (%s); starting it again", described(code))
+        self._child = self._start()
+
+    def close(self) -> None:
+        """End it; it completes what it has begun to write."""
+        os.close(self._life_end)
+        self._child.wait(5.0)
+        self._child.end()
+        os.close(self._life)
+
+    def _start(self) -> Child:
+        fd, silent = self._listener.fileno(), str(self._silent_s)
+        command = [sys.executable, "-m", "dlrover_hooks.master", "--fd", str(fd), "--journal", self._journal,
+                   "--life-fd", str(self._life), "--lease", silent, "--open-lease", silent]  # fmt: skip
+        env = settings.worker_environment(DLROVER_HOOKS_TOKEN=self._token)
+        return Child("master", command, env=env, pass_fds=(fd, self._life), die_with_parent=True)
+
+
+class PrimeMaster:
+    """`run` returns the job as it ended. Main thread of its process, or one thread of its actor.
+
+    Args:
+        submission: the job.
+        client: of the HTTP master.
+        platform: of the SubMasters.
+        look: called at each turn: starts the HTTP master again. What it raises ends `run`.
+    """
+
+    def __init__(
+        self, submission: Submission, client: MasterClient, platform: MasterPlatform, look: Callable[[], None]
+    ) -> None:
+        self._job, self._submission = submission.spec.name, submission
+        self._client, self._platform, self._look = client, platform, look
+        self._watch = BackgroundThread(
+            "dlrover-hooks-sub-masters", self._restarts, where=f"job {self._job}", on_error="warn", again_s=_AGAIN_S
+        )
+
+    def run(self) -> p.Roles:
+        """Work until the job is over."""
+        roles = self._started()
+        self._watch.start()
+        placed, problem = False, ""
+        while roles.phase is p.JobPhase.RUNNING:
+            self._look()
+            if not placed:
+                placed = self._platform.begin()
+                if not placed and (missing := self._platform.missing()) != problem:
+                    problem = missing
+                    log.warning("job %s: waiting for its place: %s", self._job, missing)
+                    self._say_missing(roles, missing)
+            roles = self._next(roles, _POLL_S if placed else 0.2)
+        log.info("job %s: %s: %s", self._job, (roles.phase or p.JobPhase.STOPPED).value, roles.reason)
+        roles = self._client.call(p.ShowRoles(self._job))
+        self._watch.stopping.set()
+        self._platform.finish(roles)
+        return roles
+
+    def _started(self) -> p.Roles:
+        spec, own = self._submission.spec, self._client.incarnation
+        start = p.StartRoles(
+            self._job, own, self._submission.id, spec.rules(), spec.budgets(), msgspec.json.encode(spec).decode()
+        )
+        key, deadline = self._client.key("prime"), time.monotonic() + _FIRST_S
+        while True:
+            self._look()
+            try:
+                roles: p.Roles = self._client.call(start, timeout_s=_LOOK_S, key=key)
+            except MasterAway:
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            if len(roles.events) > 1:
+                self._note(p.MasterRestarted(self._job, own))
+            return roles
+
+    def _next(self, roles: p.Roles, timeout_s: float) -> p.Roles:
+        request = p.AwaitRoles(self._job, self._client.incarnation, roles.number, timeout_s=timeout_s)
+        try:
+            found: p.Roles = self._client.call(request, timeout_s=timeout_s + _LOOK_S)
+        except MasterAway:
+            return roles
+        return found if found.phase is not None else roles
+
+    def _say_missing(self, roles: p.Roles, missing: str) -> None:
+        for worker in roles.workers:
+            if worker.state is p.WorkerState.INITIAL:
+                own = self._client.incarnation
+                self._note(p.WorkerWaits(self._job, own, worker.role, worker.rank, worker.life, missing))
+
+    def _note(self, event: p.Message) -> None:
+        try:
+            self._client.call(event, channel="notes", timeout_s=_FIRST_S)
+        except HooksError as error:
+            log.warning("job %s: %s is not noted: %s", self._job, type(event).__name__, error.message)
+
+    def _restarts(self) -> None:
+        while not self._watch.stopping.is_set():
+            for role in self._platform.restarted(_POLL_S):
+                log.warning("job %s: the SubMaster of role %s was started again", self._job, role)
+                self._note(p.MasterRestarted(self._job, self._client.incarnation, role))
+
+
+def journal_of(spec: JobSpec, folder: str) -> str:
+    """Where the HTTP master of a job keeps its journal. `folder`: of the backend, if the job names no place."""
+    if spec.state.startswith("etcd://"):
+        return spec.state
+    folder = spec.state.removeprefix("file://") or folder
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, f"{spec.name}.journal")

@@ -1,0 +1,202 @@
+"""The SubMaster of a role: keeps its processes equal to what the master lists, and reports how they end.
+
+It has no state of its own. When it is started again it reads the list, finds the processes that run, and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+import uuid
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import MasterAway, MasterError
+from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.job.platform import EndedWorker, WorkerPlatform
+
+log = logging.getLogger("dlrover_hooks.job")
+
+_POLL_S, _AGAIN_S = 20.0, 0.2
+_OTHERS_S = 0.5
+"""After an exception in a worker of a process group, wait so long for the end of another one that may have caused it:
+gloo raises within 0.13 s at all ranks that have destroyed their groups."""
+_WAIT_S = 1.0
+"""Between two attempts to start a process whose place is not there yet."""
+
+
+def reaper(job: str, role: str) -> str:
+    """The incarnation under which the SubMasters of a role report the ends of its workers to the role's rounds."""
+    return f"sub-master-{job}-{role}"
+
+
+def role_job(job: str, role: str) -> str:
+    """The name under which the hooks in the workers of a role know their job: datasets, rounds and checkpoints."""
+    return f"{job}.{role}"
+
+
+class SubMaster:
+    """Runs in a process or an actor of its own; `run` returns when the job is over.
+
+    Args:
+        job: its name.
+        role: its name.
+        trains: its workers form rounds.
+        client: of the master; its incarnation is of this SubMaster alone.
+        platform: of the role's workers.
+    """
+
+    def __init__(self, job: str, role: str, *, trains: bool, client: MasterClient, platform: WorkerPlatform) -> None:
+        self._job, self._role, self._trains = job, role, trains
+        self._client, self._platform = client, platform
+        self._told: queue.SimpleQueue[p.Roles | EndedWorker | None] = queue.SimpleQueue()
+        self._seen = set[tuple[int, int]]()
+        """Lives that this SubMaster has started or seen running."""
+        self._waiting = dict[tuple[int, int], float]()
+        """When the start of a life is to be tried again."""
+        where = f"job {job}, role {role}"
+        self._threads = [
+            BackgroundThread("dlrover-hooks-roles", self._listen, where=where, on_error="warn", again_s=_AGAIN_S),
+            BackgroundThread("dlrover-hooks-ends", self._hear, where=where, on_error="warn", again_s=_AGAIN_S),
+        ]
+
+    def run(self) -> None:
+        """Work until the job is over."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            table = p.Roles()
+            while True:
+                news = self._next()
+                if isinstance(news, EndedWorker):
+                    self._report_all(news)
+                    continue
+                table = news or table
+                if table.phase not in (None, p.JobPhase.RUNNING):
+                    log.info("job %s, role %s: the job is over", self._job, self._role)
+                    return
+                for worker in table.workers:
+                    self._keep(worker)
+        finally:
+            for thread in self._threads:
+                thread.stopping.set()
+
+    def _next(self) -> p.Roles | EndedWorker | None:
+        """The next news; None: a start is to be tried again."""
+        timeout_s = None if not self._waiting else max(0.0, min(self._waiting.values()) - time.monotonic())
+        try:
+            return self._told.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    # ---- one worker --------------------------------------------------------------------------------------------------
+
+    def _keep(self, worker: p.RoleWorker) -> None:
+        """Make what runs equal to what is listed. A list may be old: the master refuses what is too late."""
+        place = (worker.rank, worker.life)
+        runs = self._platform.lives().get(worker.rank)
+        if runs is not None and runs < worker.life:
+            self._platform.end(worker.rank, runs)
+            runs = None
+        if worker.state is p.WorkerState.DONE or (runs is not None and runs > worker.life):
+            return
+        if runs == worker.life:
+            self._seen.add(place)
+        elif worker.state is p.WorkerState.RUNNING or place in self._seen:
+            if place not in self._seen:  # it ended while no SubMaster was there; else `ended` tells
+                self._seen.add(place)
+                self._report_all(self._platform.outcome(*place))
+        elif self._waiting.get(place, 0.0) <= time.monotonic():
+            self._start(worker)
+
+    def _start(self, worker: p.RoleWorker) -> None:
+        place = (worker.rank, worker.life)
+        self._waiting = {one: at for one, at in self._waiting.items() if one[0] != worker.rank}
+        missing = self._platform.start(worker)
+        if not missing:
+            self._seen.add(place)
+            return
+        self._waiting[place] = time.monotonic() + _WAIT_S
+        if missing != worker.reason:
+            self._tell(p.WorkerWaits(self._job, self._client.incarnation, self._role, *place, missing))
+
+    # ---- ends --------------------------------------------------------------------------------------------------------
+
+    def _report_all(self, first: EndedWorker) -> None:
+        """Report an end, and those that came with it, the causes first."""
+        ends, rest = [first], list[p.Roles | None]()
+        if self._trains and first.cause is p.WorkerCause.RAISED:
+            deadline = time.monotonic() + _OTHERS_S
+            while (left := deadline - time.monotonic()) > 0 and all(one.cause is p.WorkerCause.RAISED for one in ends):
+                with contextlib.suppress(queue.Empty):
+                    news = self._told.get(timeout=left)
+                    ends.append(news) if isinstance(news, EndedWorker) else rest.append(news)
+        for one in sorted(ends, key=lambda one: one.cause is p.WorkerCause.RAISED):
+            self._report(one)
+        for news in rest:
+            self._told.put(news)
+
+    def _report(self, end: EndedWorker) -> None:
+        recovers = end.cause is not None and self._trains and self._broke_round(end)
+        if end.cause is not None:
+            log.warning("job %s: worker %d of role %s (life %d): %s: %s", self._job, end.rank, self._role, end.life,
+                        end.cause.value, end.detail.strip().splitlines()[-1] if end.detail.strip() else "")  # fmt: skip
+        self._tell(
+            p.WorkerEnded(
+                self._job, self._client.incarnation, self._role, end.rank, end.life, end.cause, end.detail, recovers
+            )
+        )
+
+    def _broke_round(self, end: EndedWorker) -> bool:
+        """Have the role's round end at once. True if all its other workers recover in their processes."""
+        name, incarnation = role_job(self._job, self._role), self._incarnation_of(end)
+        if incarnation:
+            exited = p.Exited(name, reaper(self._job, self._role), incarnation, -9, newcomer=True)
+            with contextlib.suppress(MasterError):
+                self._client.call(exited, channel=uuid.uuid4().hex)
+        try:
+            view: p.JobView = self._client.call(p.ShowJob(name))
+        except MasterError:  # no worker of the role has joined yet
+            return False
+        others = [one for one in view.members if one.alive and one.incarnation != incarnation]
+        return bool(others) and all(one.recovers for one in others)
+
+    def _incarnation_of(self, end: EndedWorker) -> str:
+        table: p.Roles = self._client.call(p.ShowRoles(self._job, self._role))
+        found = (one for one in table.workers if (one.rank, one.life) == (end.rank, end.life))
+        return next((one.incarnation for one in found), "")
+
+    def _tell(self, event: p.Message) -> None:
+        """Send until the master answers: what it does not know it cannot replace."""
+        key = self._client.key("sub-master")
+        while True:
+            try:
+                self._client.call(event, key=key)
+                return
+            except MasterAway as away:
+                log.warning("job %s, role %s: %s", self._job, self._role, away.message)
+            except MasterError as error:
+                log.warning("job %s, role %s: %s", self._job, self._role, error)
+                return
+
+    # ---- the threads -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        stopping, after = self._threads[0].stopping, 0
+        while not stopping.is_set():
+            request = p.AwaitRoles(self._job, self._client.incarnation, after, self._role, _POLL_S)
+            try:
+                found: p.Roles = self._client.call(request, timeout_s=2 * _POLL_S)
+            except MasterAway:
+                continue
+            if found.phase is not None:
+                after = found.number
+                self._told.put(found)
+
+    def _hear(self) -> None:
+        stopping = self._threads[1].stopping
+        while not stopping.is_set():
+            for end in self._platform.ended(_POLL_S):
+                self._told.put(end)

@@ -1,0 +1,46 @@
+"""Submits a job to a backend."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.job.job_handle import JobHandle
+from dlrover_hooks.job.spec import JobSpec
+
+_BACKENDS = {"local": "dlrover_hooks.job.local.submit", "ray": "dlrover_hooks.integrations.ray"}
+
+
+def submit(
+    spec: JobSpec, job_name: str = "", *, backend: str = "local", wait: bool = True, **options: Any
+) -> JobHandle | int:
+    """Run a job.
+
+    Args:
+        spec: the job.
+        job_name: another name than that of the spec.
+        backend: "local" (processes of this machine) or "ray" (actors).
+        wait: return the exit code at the end (0 done, 1 failed, 130 stopped). Ctrl-C stops the job. False: return a
+            `JobHandle` once the job has begun.
+        options: of the backend: `address` of the Ray cluster.
+
+    Raises:
+        JobSpecError: the job cannot run as described.
+        UsageError: there is no such backend or option.
+        MissingExtra: Ray is not installed.
+        Conflict: a job of this name runs already.
+    """
+    if backend not in _BACKENDS:
+        raise UsageError(f"backend={backend!r}: there are {' and '.join(repr(one) for one in _BACKENDS)}")
+    spec = (msgspec.structs.replace(spec, name=job_name) if job_name else spec).checked()
+    handle: JobHandle = importlib.import_module(_BACKENDS[backend]).submit(spec, **options)
+    if not wait:
+        return handle
+    try:
+        return handle.wait()
+    except KeyboardInterrupt:
+        handle.stop("Ctrl-C")
+        raise

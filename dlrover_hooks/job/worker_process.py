@@ -1,0 +1,229 @@
+"""One worker of a role, in its process: registers, keeps its lease, joins its role's round, and runs the function.
+
+The same on every platform, which provides the transport of calls and carries the outcome to the SubMaster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import CallFailed, HooksError, JobFinished, MasterAway, MasterError
+from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.job import entry_point
+from dlrover_hooks.job.spec import JobSpec
+from dlrover_hooks.job.sub_master import reaper, role_job
+from dlrover_hooks.job.worker_context import CallTransport, WorkerContext, enter
+from dlrover_hooks.protocol import AGAIN, REQUEUE
+from dlrover_hooks.worker.round_join import join_request, seat_environment, take_seat
+
+log = logging.getLogger("dlrover_hooks.job")
+
+_BEAT_S = 2.0
+_AWAY_S = 120.0
+"""A master that has not answered for so long is gone for good."""
+_LOOK_S = 0.1
+_KEEPER_S = "60"
+"""A keeper of checkpoints waits so long for the next process of its worker."""
+
+
+class WorkerPlace(msgspec.Struct, frozen=True):
+    """Which worker a process is, and how it reaches the master. `node`: name of the machine, `host`: its address."""
+
+    job: str
+    role: str
+    rank: int
+    life: int
+    master: str
+    token: str
+    node: str
+    host: str = "127.0.0.1"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the function of a worker ended. `cause` None: it returned."""
+
+    cause: p.WorkerCause | None = None
+    detail: str = ""
+
+
+class Worker:
+    """Use `register` first, then `run`.
+
+    Args:
+        place: which one it is.
+        ended: called when this process must end at once: its place was given to another one, or the job is over.
+    """
+
+    def __init__(self, place: WorkerPlace, ended: Callable[[int], None]) -> None:
+        self.place, self.over = place, threading.Event()
+        self._ended = ended
+        self._client = MasterClient(place.master, place.token, incarnation=uuid.uuid4().hex)
+        self._beats = BackgroundThread(
+            "dlrover-hooks-beats", self._beat, where=f"job {place.job}, {place.role} {place.rank}", on_error="warn",
+            again_s=_BEAT_S,
+        )  # fmt: skip
+        roles: p.Roles = self._client.call(p.ShowRoles(place.job), timeout_s=_AWAY_S)
+        self._spec = msgspec.json.decode(roles.spec, type=JobSpec)
+        self._role = self._spec.role(place.role)
+        self.context: WorkerContext | None = None
+
+    def register(self, address: str, transport: CallTransport) -> WorkerContext:
+        """From now on the master knows this process. Raises MasterError (Stale) if its place was given to another one.
+
+        `address`: of its server of calls.
+        """
+        place = self.place
+        sizes = {one.name: one.workers for one in self._spec.roles}
+        self.context = WorkerContext(
+            place.job, place.role, place.rank, place.life, sizes=sizes, config=self._spec.config,
+            transport=transport, over=self.over,
+        )  # fmt: skip
+        event = p.RegisterWorker(
+            place.job, self._client.incarnation, place.role, place.rank, place.life, place.node, os.getpid(), address
+        )
+        self._client.call(event, timeout_s=_AWAY_S)
+        self._beats.start()
+        self._client.watch(place.job, self._noticed, self._refused)
+        return self.context
+
+    def run(self) -> Outcome:
+        """Run the function of the role; blocks until it returns."""
+        assert self.context is not None
+        enter(self.context)
+        settings.change_environment(self._environment())
+        try:
+            if self._role.trains:
+                settings.change_environment(self._seat())
+            function = entry_point.load(self._role.entry, self._role.name)
+            function()
+        except JobFinished as over:
+            log.info("%s", over.message)
+        except SystemExit as end:
+            if end.code == REQUEUE:
+                return Outcome(p.WorkerCause.PREEMPTED, "it has saved and left")
+            if end.code not in (None, 0):
+                return Outcome(p.WorkerCause.RAISED, f"exit code {end.code}")
+        except BaseException as error:
+            detail = "".join(traceback.format_exception(error))
+            sys.stderr.write(detail)
+            return Outcome(p.WorkerCause.RAISED, detail)
+        return Outcome()
+
+    def close(self) -> None:
+        """Send no more signs of life."""
+        self._beats.stopping.set()
+        self._client.close()
+
+    # ---- the environment of the hooks --------------------------------------------------------------------------------
+
+    def _environment(self) -> dict[str, str]:
+        place, role = self.place, self._role
+        return self._spec.env | role.env | {
+            "DLROVER_HOOKS_MASTER": place.master,
+            "DLROVER_HOOKS_TOKEN": place.token,
+            "DLROVER_HOOKS_JOB": role_job(place.job, place.role),
+            "DLROVER_HOOKS_NODE": f"{place.node}-{place.role}-{place.rank}",
+            "DLROVER_HOOKS_HOST": place.host,
+            "DLROVER_HOOKS_KEEPER_LINGER_S": _KEEPER_S,
+        }  # fmt: skip
+
+    def _seat(self) -> dict[str, str]:
+        """Join the role's round, and wait for the others. Raises JobFinished, MasterAway, MasterError."""
+        own, role = self._client.incarnation, self._role
+        settings.change_environment({
+            "DLROVER_HOOKS_INCARNATION": own,
+            "DLROVER_HOOKS_LAUNCHER": reaper(self.place.job, role.name),
+            "DLROVER_HOOKS_MIN_WORKERS": str(role.min_workers or role.workers),
+            "DLROVER_HOOKS_MAX_WORKERS": str(role.workers),
+            "LOCAL_RANK": str(self.place.rank % role.per_group),
+            "LOCAL_WORLD_SIZE": "1",
+        })  # fmt: skip
+        config, place = settings.load(), settings.place()
+        join = msgspec.structs.replace(join_request(config, place, own), again=self.place.life == 1)
+        seated = take_seat(self._client, join, away_s=_AWAY_S, channel="boot", look=self._look)
+        return seat_environment(seated, incarnation=own, local_rank=place.local_rank, local_world_size=1)
+
+    def _look(self) -> None:
+        if self.over.is_set():
+            raise JobFinished(f"job {self.place.job} is over")
+
+    # ---- signs of life -----------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        request, heard = p.Heartbeat(self.place.job, self._client.incarnation), time.monotonic()
+        while not self._beats.stopping.wait(_BEAT_S):
+            try:
+                self._client.call(request, timeout_s=_BEAT_S)
+                heard = time.monotonic()
+            except MasterAway:
+                if time.monotonic() > heard + _AWAY_S:
+                    self._end(AGAIN, f"no master has answered for {_AWAY_S:g} s")
+            except MasterError as error:
+                self._refused(error)
+                return
+
+    def _noticed(self, notice: p.Notice) -> None:
+        if notice.finished:
+            self.over.set()
+
+    def _refused(self, error: MasterError) -> None:
+        self._end(AGAIN, str(error))
+
+    def _end(self, code: int, why: str) -> None:
+        if not self._beats.stopping.is_set():
+            log.error("job %s: %s %d (life %d) ends: %s", self.place.job, self.place.role, self.place.rank,
+                      self.place.life, why)  # fmt: skip
+            self._ended(code)
+
+
+class ResolvedCalls:
+    """A `CallTransport`: looks up where a worker is, and sends again after its restart.
+
+    Args:
+        job: its name.
+        client: of the master.
+        send: calls a function of the worker at an address; raises OSError if that process is gone.
+    """
+
+    def __init__(self, job: str, client: MasterClient, send: Callable[[str, str, list[Any], float], Any]) -> None:
+        self._job, self._client, self._send = job, client, send
+        self._known = dict[tuple[str, int], str]()
+
+    def call(self, role: str, rank: int, function: str, arguments: list[Any], timeout_s: float) -> Any:
+        """See `CallTransport`."""
+        deadline, why = time.monotonic() + timeout_s, "it has not registered"
+        while (left := deadline - time.monotonic()) > 0:
+            address = self._known.get((role, rank)) or self._find(role, rank, left)
+            if address:
+                try:
+                    return self._send(address, function, arguments, left)
+                except TimeoutError:
+                    break
+                except OSError as error:
+                    why = str(error) or type(error).__name__
+                    self._known.pop((role, rank), None)
+            threading.Event().wait(min(_LOOK_S, max(0.0, left)))
+        raise CallFailed(f"{role} {rank} of job {self._job} has not answered {function} within {timeout_s:g} s: {why}")
+
+    def _find(self, role: str, rank: int, left_s: float) -> str:
+        try:
+            found: p.Roles = self._client.call(p.ShowRoles(self._job, role), timeout_s=min(left_s, _AWAY_S))
+        except HooksError as error:
+            raise CallFailed(f"{role} {rank} of job {self._job} is not known: {error.message}") from None
+        worker = next((one for one in found.workers if one.rank == rank), None)
+        if worker is None or worker.state is not p.WorkerState.RUNNING:
+            return ""
+        self._known[role, rank] = worker.address
+        return worker.address
