@@ -36,7 +36,7 @@ class WorkerPlatform(Protocol):
         ...
 
     def ended(self, timeout_s: float) -> list[EndedWorker]:
-        """Those that have ended since the last call; waits for the first one. One thread only, not that of the others."""
+        """Those that have ended since the last call; waits for the first one. One thread only."""
         ...
 
 

@@ -44,16 +44,21 @@ class SubMaster:
         job: its name.
         role: its name.
         trains: its workers form rounds.
-        client: of the master; its incarnation is of this SubMaster alone.
+        url: of the HTTP master.
+        token: its token.
         platform: of the role's workers.
     """
 
-    def __init__(self, job: str, role: str, *, trains: bool, client: MasterClient, platform: WorkerPlatform) -> None:
+    def __init__(self, job: str, role: str, *, trains: bool, url: str, token: str, platform: WorkerPlatform) -> None:
         self._job, self._role, self._trains = job, role, trains
-        self._client, self._platform = client, platform
+        self._client, self._platform = client_of(url, token), platform
         self._told: queue.SimpleQueue[p.Roles | EndedWorker | None] = queue.SimpleQueue()
         self._seen = set[tuple[int, int]]()
         """Lives that this SubMaster has started or seen running."""
+        self._reaping = MasterClient(url, token, incarnation=reaper(job, role))
+        """Rounds know the SubMasters of a role as one: each sends on a channel of its own."""
+        self._reaped = set[str]()
+        """Incarnations of processes whose ends the role's round was told."""
         self._waiting = dict[tuple[int, int], float]()
         """When the start of a life is to be tried again."""
         where = f"job {job}, role {role}"
@@ -77,11 +82,14 @@ class SubMaster:
                 if table.phase not in (None, p.JobPhase.RUNNING):
                     log.info("job %s, role %s: the job is over", self._job, self._role)
                     return
+                self._end_former(table)
                 for worker in table.workers:
                     self._keep(worker)
         finally:
             for thread in self._threads:
                 thread.stopping.set()
+            self._reaping.close()
+            self._client.close()
 
     def _next(self) -> p.Roles | EndedWorker | None:
         """The next news; None: a start is to be tried again."""
@@ -93,13 +101,20 @@ class SubMaster:
 
     # ---- one worker --------------------------------------------------------------------------------------------------
 
+    def _end_former(self, table: p.Roles) -> None:
+        """Kill the processes whose ranks are to have other ones, all of them before one of those is started: else a
+        new one could form a round with one that is about to be killed."""
+        lives = self._platform.lives()
+        for worker in table.workers:
+            if 0 < lives.get(worker.rank, 0) < worker.life:
+                self._platform.end(worker.rank, lives[worker.rank])
+            if self._trains and worker.former and worker.state is p.WorkerState.INITIAL:
+                self._exited(worker.former)
+
     def _keep(self, worker: p.RoleWorker) -> None:
         """Make what runs equal to what is listed. A list may be old: the master refuses what is too late."""
         place = (worker.rank, worker.life)
         runs = self._platform.lives().get(worker.rank)
-        if runs is not None and runs < worker.life:
-            self._platform.end(worker.rank, runs)
-            runs = None
         if worker.state is p.WorkerState.DONE or (runs is not None and runs > worker.life):
             return
         if runs == worker.life:
@@ -153,15 +168,25 @@ class SubMaster:
         """Have the role's round end at once. True if all its other workers recover in their processes."""
         name, incarnation = role_job(self._job, self._role), self._incarnation_of(end)
         if incarnation:
-            exited = p.Exited(name, reaper(self._job, self._role), incarnation, -9, newcomer=True)
-            with contextlib.suppress(MasterError):
-                self._client.call(exited, channel=uuid.uuid4().hex)
+            self._exited(incarnation)
         try:
             view: p.JobView = self._client.call(p.ShowJob(name))
         except MasterError:  # no worker of the role has joined yet
             return False
         others = [one for one in view.members if one.alive and one.incarnation != incarnation]
         return bool(others) and all(one.recovers for one in others)
+
+    def _exited(self, incarnation: str) -> None:
+        """The role's round is told that a process is gone. Once for each is enough."""
+        if incarnation in self._reaped:
+            return
+        self._reaped.add(incarnation)
+        own = reaper(self._job, self._role)
+        exited = p.Exited(role_job(self._job, self._role), own, incarnation, -9, newcomer=True)
+        try:
+            self._reaping.call(exited, channel=self._client.incarnation)
+        except MasterError as error:  # it belongs to no round, or to none any more
+            log.debug("job %s, role %s: the end of %s: %s", self._job, self._role, incarnation, error.message)
 
     def _incarnation_of(self, end: EndedWorker) -> str:
         table: p.Roles = self._client.call(p.ShowRoles(self._job, self._role))
@@ -200,3 +225,8 @@ class SubMaster:
         while not stopping.is_set():
             for end in self._platform.ended(_POLL_S):
                 self._told.put(end)
+
+
+def client_of(url: str, token: str) -> MasterClient:
+    """A client of a job's HTTP master, for one process of the job."""
+    return MasterClient(url, token, incarnation=uuid.uuid4().hex)

@@ -5,6 +5,7 @@ The same on every platform, which provides the transport of calls and carries th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -121,9 +122,12 @@ class Worker:
             return Outcome(p.WorkerCause.RAISED, detail)
         return Outcome()
 
-    def close(self) -> None:
-        """Send no more signs of life."""
+    def leave(self) -> None:
+        """The function is over: from now on the master takes silence for no death. The process may end slowly."""
         self._beats.stopping.set()
+        with contextlib.suppress(HooksError):
+            left = p.Leave(self.place.job, self._client.incarnation, p.Departure.STOPPED)
+            self._client.call(left, timeout_s=_BEAT_S)
         self._client.close()
 
     # ---- the environment of the hooks --------------------------------------------------------------------------------

@@ -181,7 +181,9 @@ class StopRoles(Message, frozen=True):
 
 
 class RoleWorker(Message, frozen=True):
-    """One worker. `reason`: why the life before it ended, or what its start waits for."""
+    """One worker. `reason`: why the life before it ended, or what its start waits for. `former`: the incarnation of the
+    process before this one.
+    """
 
     role: str
     rank: Rank
@@ -192,6 +194,7 @@ class RoleWorker(Message, frozen=True):
     pid: Count = 0
     address: str = ""
     reason: str = ""
+    former: str = ""
 
 
 class RoleEvent(Message, frozen=True):

@@ -2,8 +2,8 @@
 
     python -m dlrover_hooks.job.local.host FOLDER --life-fd N
 
-It starts and kills processes on demand, tells how they end, and starts the PrimeMaster again. It knows nothing of roles.
-With it, or with the process that holds the other end of its pipe, all others end.
+It starts and kills processes on demand, tells how they end, and starts the PrimeMaster again. With it, or with the
+process that holds the other end of its pipe, all others end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import selectors
+import shutil
 import signal
 import sys
 import threading
@@ -84,6 +85,7 @@ class ProcessHost:
                 for key, _ in self._selector.select(timeout_s):
                     if key.data == "life" and not os.read(self._life_fd or 0, 1024):
                         log.warning("the process that submitted the job is gone: ending it")
+                        shutil.rmtree(self.folder, ignore_errors=True)
                         return 1
                 self._wake.drain()
                 self._carry_out()
@@ -163,7 +165,7 @@ class ProcessHost:
             self._kill(name)
         self._finished.set()
 
-    # ---- the socket: threads of `CallServer` --------------------------------------------------------------------------
+    # ---- the socket: threads of `CallServer` -------------------------------------------------------------------------
 
     def _answer(self, function: str, arguments: list[Any]) -> Any:
         if function == "ended":

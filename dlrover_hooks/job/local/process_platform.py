@@ -46,7 +46,7 @@ class LocalWorkers:
     def __init__(self, address: LocalAddress, spec: JobSpec, role: str, node: str) -> None:
         self._address, self._spec, self._role, self._node = address, spec, role, node
         self._host = CallClient(host_socket(address.folder))
-        self._after = 0
+        self._after = _newest(self._host, f"worker/{role}/")
         self._told = threading.Lock()
         self._untold = dict[int, int]()
         """By rank: lives that this platform has started and whose end is not told yet."""
@@ -120,7 +120,7 @@ class LocalMasters:
     def __init__(self, address: LocalAddress, spec: JobSpec) -> None:
         self._address, self._spec = address, spec
         self._host = CallClient(host_socket(address.folder))
-        self._after = 0
+        self._after = _newest(self._host, "sub-master/")
 
     def begin(self) -> bool:
         """See `MasterPlatform`."""
@@ -155,6 +155,11 @@ class LocalMasters:
             file.write(msgspec.json.encode(roles))
         os.replace(path + ".new", path)
         self._host.call("finish", timeout_s=_KILL_S)
+
+
+def _newest(host: CallClient, prefix: str) -> int:
+    """Number of the newest end. What ended before this process began is found by what does not run."""
+    return max((end[0] for end in host.call("ended", prefix, 0, 0.0)), default=0)
 
 
 def _name(role: str, rank: int, life: int) -> str:

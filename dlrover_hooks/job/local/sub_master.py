@@ -16,7 +16,7 @@ from dlrover_hooks.job.local.host import host_socket
 from dlrover_hooks.job.local.prime import submission_of
 from dlrover_hooks.job.local.process_platform import LocalAddress, LocalWorkers
 from dlrover_hooks.job.local.socket_calls import CallClient
-from dlrover_hooks.job.sub_master import SubMaster, client_of
+from dlrover_hooks.job.sub_master import SubMaster
 
 
 def main() -> None:
@@ -32,9 +32,8 @@ def main() -> None:
     platform = LocalWorkers(
         LocalAddress(options.folder, url, submission.token), spec, options.role, socket.gethostname()
     )
-    client = client_of(url, submission.token)
-    SubMaster(spec.name, options.role, trains=spec.role(options.role).trains, client=client, platform=platform).run()
-    client.close()
+    trains = spec.role(options.role).trains
+    SubMaster(spec.name, options.role, trains=trains, url=url, token=submission.token, platform=platform).run()
     os._exit(0)  # its threads may wait in a call
 
 

@@ -68,12 +68,13 @@ def run(folder: str, place: WorkerPlace) -> Outcome:
     server = CallServer(address, answer)
     try:
         worker.register(address, ResolvedCalls(place.job, client_of(place.master, place.token), send))
-        return worker.run()
+        outcome = worker.run()
+        worker.leave()
+        return outcome
     except MasterError as error:
         return Outcome(WorkerCause.KILLED, f"the master refused it: {error}")
     finally:
         server.close()
-        worker.close()
 
 
 if __name__ == "__main__":

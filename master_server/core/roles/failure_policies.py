@@ -11,7 +11,7 @@ def failed(
     roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, detail: str, now: float, *, recovers: bool
 ) -> None:
     """Worker `worker` ended in its current life. `recovers`: see `WorkerEnded`."""
-    what = f"{cause.value}: {detail}" if detail else cause.value
+    what = f"{cause.value}: {detail.strip()}" if detail.strip() else cause.value
     note(roles, now, "lost", worker, text=what)
     place, rules = f"worker {worker.rank} of role {worker.role!r}", roles.rules[worker.role]
     _charge_node(roles, worker, cause, now)
@@ -25,7 +25,7 @@ def failed(
     if not over:
         over = _follow(roles, worker, policy, what, now, recovers=recovers)
     if over:
-        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {what}; {over}")
+        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {_last_line(what)}; {over}")
 
 
 def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: float) -> None:
@@ -70,3 +70,8 @@ def restart_role(roles: RoleJob, role: str, why: str, now: float) -> None:
     note(roles, now, FailurePolicy.ROLE.value, role=role, text=why)
     for one in roles.workers[role]:
         begin_life(roles, one, now, why)
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, what was raised; the events have all of it."""
+    return text.strip().splitlines()[-1]

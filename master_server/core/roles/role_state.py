@@ -35,6 +35,8 @@ class WorkerRecord(msgspec.Struct):
     pid: int = 0
     address: str = ""
     reason: str = ""
+    former: str = ""
+    """The incarnation of the process before this one."""
     due: float = math.inf
 
 
@@ -123,6 +125,7 @@ def begin_life(roles: RoleJob, worker: WorkerRecord, now: float, reason: str) ->
     roles.incarnations.pop(worker.incarnation, None)
     worker.life += 1
     worker.state, worker.reason, worker.due = WorkerState.INITIAL, reason, now + roles.budgets.ready_s
+    worker.former = worker.incarnation or worker.former
     worker.incarnation, worker.address, worker.node, worker.pid = "", "", "", 0
 
 
@@ -172,7 +175,16 @@ def view(roles: RoleJob, now: float, role: str = "") -> Roles:
 
 def _shown(one: WorkerRecord) -> RoleWorker:
     return RoleWorker(
-        one.role, one.rank, one.life, one.state, one.incarnation, one.node, one.pid, one.address, one.reason
+        one.role,
+        one.rank,
+        one.life,
+        one.state,
+        one.incarnation,
+        one.node,
+        one.pid,
+        one.address,
+        one.reason,
+        one.former,
     )
 
 
