@@ -27,6 +27,7 @@ from dlrover_hooks.config.settings import (
     omp_threads as omp_threads,
     place as place,
     preload_file as preload_file,
+    ray_address as ray_address,
     replace_environment as replace_environment,
     runtime_dir as runtime_dir,
     seats_itself as seats_itself,

@@ -635,3 +635,8 @@ def global_batch_size() -> int | None:
     if size is not None and size < 1:
         raise UsageError(f"{PREFIX}GLOBAL_BATCH_SIZE={text!r} must be at least 1")
     return size
+
+
+def ray_address() -> str | None:
+    """RAY_ADDRESS; None if it is not set."""
+    return os.environ.get("RAY_ADDRESS") or None

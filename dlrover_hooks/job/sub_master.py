@@ -83,8 +83,9 @@ class SubMaster:
                     log.info("job %s, role %s: the job is over", self._job, self._role)
                     return
                 self._end_former(table)
+                lives = self._platform.lives()
                 for worker in table.workers:
-                    self._keep(worker)
+                    self._keep(worker, lives.get(worker.rank))
         finally:
             for thread in self._threads:
                 thread.stopping.set()
@@ -111,10 +112,12 @@ class SubMaster:
             if self._trains and worker.former and worker.state is p.WorkerState.INITIAL:
                 self._exited(worker.former)
 
-    def _keep(self, worker: p.RoleWorker) -> None:
-        """Make what runs equal to what is listed. A list may be old: the master refuses what is too late."""
+    def _keep(self, worker: p.RoleWorker, runs: int | None) -> None:
+        """Make what runs equal to what is listed. A list may be old: the master refuses what is too late.
+
+        `runs`: the life that runs now, if one does.
+        """
         place = (worker.rank, worker.life)
-        runs = self._platform.lives().get(worker.rank)
         if worker.state is p.WorkerState.DONE or (runs is not None and runs > worker.life):
             return
         if runs == worker.life:
@@ -129,7 +132,11 @@ class SubMaster:
     def _start(self, worker: p.RoleWorker) -> None:
         place = (worker.rank, worker.life)
         self._waiting = {one: at for one, at in self._waiting.items() if one[0] != worker.rank}
-        missing = self._platform.start(worker)
+        try:
+            missing = self._platform.start(worker)
+        except Exception as error:  # of the platform: the master shows it, and ends the job if it lasts
+            log.exception("job %s: %s %d could not be started", self._job, self._role, worker.rank)
+            missing = f"{type(error).__name__}: {error}"
         if not missing:
             self._seen.add(place)
             return

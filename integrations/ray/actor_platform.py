@@ -1,0 +1,243 @@
+"""The platforms of a job on Ray: SubMasters and workers are named, detached actors in placement groups.
+
+Ray starts a PrimeMaster or SubMaster again by itself. A worker has another actor for each life: Ray never starts one
+again, so a process and a life are the same thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dlrover_hooks.integrations.ray import cluster_state
+from dlrover_hooks.integrations.ray.cluster_state import actor_name, actor_options
+from dlrover_hooks.job.platform import EndedWorker
+from dlrover_hooks.job.prime_master import Submission
+from dlrover_hooks.job.spec import JobSpec
+from dlrover_hooks.job.worker_process import Outcome
+from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
+
+_TURN_S, _KILL_S = 0.5, 2.0
+_CALLS = 16
+"""Calls of other roles that a worker carries out at the same time."""
+
+
+class RayWorkers:
+    """The `WorkerPlatform` of one role.
+
+    Args:
+        submission: the job.
+        role: its name.
+        worker_class: the class of the actors.
+    """
+
+    def __init__(self, submission: Submission, role: str, worker_class: type) -> None:
+        self._spec, self._role, self._worker_class = submission.spec, role, worker_class
+        self._submission = submission
+        self._slots = self._spec.plan().slots(self._spec)
+        self._lock = threading.Lock()
+        self._running = dict[Any, tuple[int, int]]()
+        """Rank and life by the reference of their outcome."""
+
+    def lives(self) -> dict[int, int]:
+        """See `WorkerPlatform`."""
+        prefix = actor_name(self._spec.name, "worker", self._role, "")
+        found = dict[int, int]()
+        for name in cluster_state.actor_names(prefix):
+            rank, life = map(int, name.split("/")[-2:])
+            found[rank] = max(life, found.get(rank, 0))
+        with self._lock:
+            known = set(self._running.values())
+        for place in known:
+            found[place[0]] = max(place[1], found.get(place[0], 0))
+        for rank, life in found.items():  # those that a SubMaster before this one has started
+            if (rank, life) not in known:
+                with contextlib.suppress(ValueError):
+                    self._follow(rank, life, cluster_state.actor(self._name(rank, life)))
+        return found
+
+    def start(self, worker: RoleWorker) -> str:
+        """See `WorkerPlatform`."""
+        role, slot = self._spec.role(self._role), self._slots[self._role, worker.rank]
+        group = cluster_state.group_named(group_name(self._spec, slot.group))
+        if group is None:
+            return "the placement group of the job is gone"
+        amounts = dict(slot.resources)
+        known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
+        amounts.pop("disk", None)
+        if memory := amounts.pop("memory", 0):
+            known["memory"] = memory
+        options = actor_options(
+            self._name(worker.rank, worker.life), **known, resources=amounts or None, max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),
+            runtime_env={"env_vars": self._spec.env | role.env},
+        )  # fmt: skip
+        actors = ray.remote(concurrency_groups={"calls": _CALLS, "run": 4})(self._worker_class)
+        made = actors.options(**options).remote(self._spec.name, self._role, worker.rank, worker.life)
+        self._follow(worker.rank, worker.life, made)
+        return ""
+
+    def _follow(self, rank: int, life: int, made: Any) -> None:
+        reference = made.run.remote()
+        with self._lock:
+            self._running[reference] = (rank, life)
+
+    def end(self, rank: int, life: int) -> None:
+        """See `WorkerPlatform`."""
+        with self._lock:
+            references = [one for one, place in self._running.items() if place == (rank, life)]
+            for one in references:
+                del self._running[one]
+        cluster_state.kill(self._name(rank, life))
+        if references:
+            ray.wait(references, timeout=_KILL_S)
+
+    def outcome(self, rank: int, life: int) -> EndedWorker:
+        """See `WorkerPlatform`."""
+        return EndedWorker(rank, life, WorkerCause.KILLED, "its actor was gone when the SubMaster came back")
+
+    def ended(self, timeout_s: float) -> list[EndedWorker]:
+        """See `WorkerPlatform`."""
+        with self._lock:
+            references = list(self._running)
+        if not references:
+            time.sleep(min(timeout_s, _TURN_S / 5))
+            return []
+        ready, _ = ray.wait(references, timeout=min(timeout_s, _TURN_S), fetch_local=False)
+        found = list[EndedWorker]()
+        for one in ready:
+            with self._lock:
+                place = self._running.pop(one, None)
+            if place is not None:
+                found.append(self._end(one, *place))
+        return found
+
+    def _end(self, reference: Any, rank: int, life: int) -> EndedWorker:
+        try:
+            outcome = msgspec.json.decode(ray.get(reference, timeout=_KILL_S), type=Outcome)
+        except RayActorError as error:
+            cluster_state.kill(self._name(rank, life))  # it may live on a node that does not answer
+            text = " ".join(str(error).split())
+            lost = isinstance(error, ActorDiedError) and "node" in text.lower() and "died" in text.lower()
+            return EndedWorker(rank, life, WorkerCause.NODE_LOST if lost else WorkerCause.KILLED, _brief(text))
+        except RayError as error:
+            return EndedWorker(rank, life, WorkerCause.RAISED, str(error))
+        with contextlib.suppress(ValueError):
+            cluster_state.actor(self._name(rank, life)).__ray_terminate__.remote()  # its atexit handlers run
+        return EndedWorker(rank, life, outcome.cause, outcome.detail)
+
+    def _name(self, rank: int, life: int) -> str:
+        return actor_name(self._spec.name, "worker", self._role, rank, life)
+
+
+def _brief(text: str) -> str:
+    return text[:300]
+
+
+def group_name(spec: JobSpec, number: int) -> str:
+    """The name of a placement group of the job."""
+    return f"{spec.name}/group/{number}"
+
+
+class RayMasters:
+    """The `MasterPlatform`.
+
+    Args:
+        submission: the job.
+        sub_master_class: the class of the actors.
+    """
+
+    def __init__(self, submission: Submission, sub_master_class: type) -> None:
+        self._submission, self._spec = submission, submission.spec
+        self._class = sub_master_class
+        self._groups: list[PlacementGroup] = []
+        self._lock = threading.Lock()
+        self._held = dict[Any, str]()
+        """Roles by the reference that fails when their SubMaster ends."""
+
+    def begin(self) -> bool:
+        """See `MasterPlatform`."""
+        if not self._groups:
+            self._groups = [self._group(number) for number in range(len(self._spec.plan().groups))]
+        if not all(group.wait(0.01) for group in self._groups):
+            return False
+        for role in self._spec.roles:
+            self._hold(role.name)
+        return True
+
+    def _group(self, number: int) -> PlacementGroup:
+        group, name = self._spec.plan().groups[number], group_name(self._spec, number)
+        found = cluster_state.group_named(name)
+        if found is not None:
+            return found
+        bundles = [{one: amount for one, amount in each.resources.items() if one != "disk"} for each in group.bundles]
+        strategy = "STRICT_SPREAD" if group.spread else "PACK"
+        return placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
+
+    def missing(self) -> str:
+        """See `MasterPlatform`."""
+        waiting = list[str]()
+        for group, planned in zip(self._groups, self._spec.plan().groups, strict=True):
+            table: dict[str, Any] = placement_group_table(group)
+            if table.get("state") == "CREATED":
+                continue
+            needs = ", ".join(_amounts(bundle.resources) for bundle in planned.bundles[:4])
+            needs += f" and {len(planned.bundles) - 4} more" if len(planned.bundles) > 4 else ""
+            where = "each on another node" if planned.spread else "on the nodes of the cluster"
+            waiting.append(f"{len(planned.bundles)} places {where}: {needs}")
+        if not waiting:
+            return ""
+        nodes = [one for one in ray.nodes() if one["Alive"]]
+        has = "; ".join(_amounts({k: v for k, v in one["Resources"].items() if ":" not in k}) for one in nodes[:4])
+        return f"{'; '.join(waiting)}. The cluster has {len(nodes)} nodes: {has}"
+
+    def _hold(self, role: str) -> None:
+        options = actor_options(
+            actor_name(self._spec.name, "sub-master", role), num_cpus=0, max_restarts=-1, max_concurrency=4
+        )
+        text = msgspec.json.encode(self._submission)
+        made = ray.remote(self._class).options(**options).remote(text, role)
+        with self._lock:
+            if role not in self._held.values():
+                self._held[made.hold.remote()] = role
+
+    def restarted(self, timeout_s: float) -> list[str]:
+        """See `MasterPlatform`."""
+        with self._lock:
+            references = list(self._held)
+        if not references:
+            time.sleep(min(timeout_s, _TURN_S / 5))
+            return []
+        ready, _ = ray.wait(references, timeout=min(timeout_s, _TURN_S), fetch_local=False)
+        found = list[str]()
+        for one in ready:
+            with self._lock:
+                role = self._held.pop(one, None)
+            if role is None:
+                continue
+            try:
+                ray.get(one, timeout=_KILL_S)  # it ends with the job
+            except RayError:
+                self._hold(role)
+                found.append(role)
+        return found
+
+    def finish(self, roles: Roles) -> None:
+        """See `MasterPlatform`."""
+        job = self._spec.name
+        cluster_state.kill_all(actor_name(job, "worker", ""))
+        cluster_state.kill_all(actor_name(job, "sub-master", ""))
+        cluster_state.remove_groups(group_name(self._spec, number) for number in range(len(self._spec.plan().groups)))
+        cluster_state.put_result(job, self._submission.id, roles)
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    return "{" + ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items())) + "}"

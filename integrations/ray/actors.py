@@ -1,0 +1,202 @@
+"""The three kinds of actors of a job. Their constructors do not raise: an actor whose constructor raised is never
+started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from dlrover_hooks.errors import CallFailed, HooksError, MasterError
+from dlrover_hooks.host.ports import listen
+from dlrover_hooks.integrations.ray import cluster_state
+from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers
+from dlrover_hooks.integrations.ray.cluster_state import MasterAddress, actor_name
+from dlrover_hooks.job.prime_master import HttpMaster, PrimeMaster, Submission, journal_of
+from dlrover_hooks.job.sub_master import SubMaster, client_of
+from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
+from dlrover_hooks.protocol import WorkerCause
+
+log = logging.getLogger("dlrover_hooks.job")
+
+_AGAIN_S, _ADDRESS_S, _EXPORT_S = 0.5, 60.0, 30.0
+
+
+class PrimeActor:
+    """Serves the HTTP master and runs the PrimeMaster. Ray starts it again when its process ends."""
+
+    def __init__(self, submission: bytes) -> None:
+        _log()
+        self._submission = msgspec.json.decode(submission, type=Submission)
+        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-prime", daemon=True)
+        self._thread.start()
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._serve()
+                break
+            except Exception:
+                log.exception("job %s: the PrimeMaster failed; it tries again", self._submission.spec.name)
+                time.sleep(_AGAIN_S)
+        cluster_state.kill(actor_name(self._submission.spec.name, "prime"))
+
+    def _serve(self) -> None:
+        submission, job = self._submission, self._submission.spec.name
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        listener = _listener(job, node, host)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        folder = os.path.join(tempfile.gettempdir(), f"dlrover-hooks-ray-{os.getuid()}", submission.id)
+        http = HttpMaster(listener, journal_of(submission.spec, folder), submission.token, submission.spec.silent_s)
+        client = client_of(url, submission.token)
+        try:
+            cluster_state.put_address(job, MasterAddress(url, submission.token, submission.id, node))
+            PrimeMaster(submission, client, RayMasters(submission, SubMasterActor), http.revive).run()
+        finally:
+            client.close()
+            http.close()
+            listener.close()
+
+
+def _listener(job: str, node: str, host: str) -> socket.socket:
+    """On the port of the PrimeMaster before this one, if it was on this node: its clients then go on by themselves."""
+    before = cluster_state.get_address(job)
+    if before is not None and before.node == node:
+        try:
+            return listen(int(before.url.rpartition(":")[2]), host)
+        except HooksError as error:
+            log.warning("job %s: %s", job, error.message)
+    return listen(0, host)
+
+
+class SubMasterActor:
+    """Runs the SubMaster of a role. Ray starts it again when its process ends."""
+
+    def __init__(self, submission: bytes, role: str) -> None:
+        _log()
+        self._submission, self._role = msgspec.json.decode(submission, type=Submission), role
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-sub-master", daemon=True)
+        self._thread.start()
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def hold(self) -> None:
+        """Returns when the job is over. The PrimeMaster learns by its failure that this process has ended."""
+        self._over.wait()
+
+    def _run(self) -> None:
+        spec = self._submission.spec
+        while not self._over.is_set():
+            try:
+                address = _address(spec.name)
+                platform = RayWorkers(self._submission, self._role, WorkerActor)
+                trains = spec.role(self._role).trains
+                SubMaster(
+                    spec.name, self._role, trains=trains, url=address.url, token=address.token, platform=platform
+                ).run()
+                self._over.set()
+            except Exception:
+                log.exception("job %s, role %s: the SubMaster failed; it tries again", spec.name, self._role)
+                time.sleep(_AGAIN_S)
+
+
+class WorkerActor:
+    """One worker. `run` may be called again, by the next SubMaster."""
+
+    def __init__(self, job: str, role: str, rank: int, life: int) -> None:
+        _log()
+        self._job, self._role, self._rank, self._life = job, role, rank, life
+        self._outcome = Outcome(WorkerCause.KILLED, "it has not run")
+        self._ended, self._starting = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._worker: Worker | None = None
+
+    @ray.method(concurrency_group="run")
+    def run(self) -> bytes:
+        """Run the function of the role, if it does not run yet, and wait for its end: the `Outcome`, as JSON."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dlrover-hooks-worker", daemon=True)
+                self._thread.start()
+        self._ended.wait()
+        return msgspec.json.encode(self._outcome)
+
+    @ray.method(concurrency_group="calls")
+    def call(self, function: str, arguments: list[Any]) -> tuple[bool, Any]:
+        """Call an exported function: (True, its result), or (False, what it raised)."""
+        worker = self._worker
+        if worker is None or worker.context is None:
+            return False, f"worker {self._rank} of role {self._role} does not run yet"
+        try:
+            return True, worker.context.answer(function, arguments, _EXPORT_S)
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._lived()
+        except MasterError as error:
+            self._outcome = Outcome(WorkerCause.KILLED, f"the master refused it: {error}")
+        except BaseException as error:
+            log.exception("job %s: %s %d failed", self._job, self._role, self._rank)
+            self._outcome = Outcome(WorkerCause.RAISED, f"{type(error).__name__}: {error}")
+        self._ended.set()
+
+    def _lived(self) -> Outcome:
+        address, context = _address(self._job), ray.get_runtime_context()
+        place = WorkerPlace(
+            self._job, self._role, self._rank, self._life, address.url, address.token, context.get_node_id()[:12],
+            ray.util.get_node_ip_address(),
+        )  # fmt: skip
+        self._worker = worker = Worker(place, os._exit)
+        transport = ResolvedCalls(self._job, client_of(address.url, address.token), _send)
+        worker.register(actor_name(self._job, "worker", self._role, self._rank, self._life), transport)
+        outcome = worker.run()
+        worker.leave()
+        return outcome
+
+
+def _send(address: str, function: str, arguments: list[Any], timeout_s: float) -> Any:
+    """Call a worker's actor. Raises OSError: it is gone; TimeoutError; CallFailed: the function raised."""
+    try:
+        done, value = ray.get(cluster_state.actor(address).call.remote(function, arguments), timeout=timeout_s)
+    except GetTimeoutError:
+        raise TimeoutError from None
+    except (RayActorError, ValueError) as error:
+        raise OSError(f"{address} is gone: {type(error).__name__}") from None
+    if not done:
+        raise CallFailed(value)
+    return value
+
+
+def _address(job: str) -> MasterAddress:
+    deadline = time.monotonic() + _ADDRESS_S
+    while (found := cluster_state.get_address(job)) is None:
+        if time.monotonic() > deadline:
+            raise HooksError(f"job {job} has no master in this cluster")
+        time.sleep(0.1)
+    return found
+
+
+def _log() -> None:
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
