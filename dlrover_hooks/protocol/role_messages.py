@@ -198,7 +198,10 @@ class RoleWorker(Message, frozen=True):
 
 
 class RoleEvent(Message, frozen=True):
-    """Something that happened, in order. `at`: seconds since the start of the job. `rank`, `life` -1: none."""
+    """Something that happened, in order. `at`: seconds since the start of the job. `rank`, `life` -1: none.
+
+    `detail` depends on the platform, all else but `at` does not.
+    """
 
     at: Seconds
     kind: str
@@ -206,6 +209,7 @@ class RoleEvent(Message, frozen=True):
     rank: int = -1
     life: int = -1
     text: str = ""
+    detail: str = ""
 
 
 class RestartCount(Message, frozen=True):

@@ -7,6 +7,7 @@ again, so a process and a life are the same thing.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from typing import Any
@@ -26,6 +27,8 @@ from dlrover_hooks.job.worker_process import Outcome
 from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
 
 _TURN_S, _KILL_S = 0.5, 2.0
+_NODE_DIED = "its node has died"
+"""In Ray's message; it names no other reason."""
 _CALLS = 16
 """Calls of other roles that a worker carries out at the same time."""
 
@@ -46,6 +49,8 @@ class RayWorkers:
         self._lock = threading.Lock()
         self._running = dict[Any, tuple[int, int]]()
         """Rank and life by the reference of their outcome."""
+        self._told = set[tuple[int, int]]()
+        """Those whose ends were told."""
 
     def lives(self) -> dict[int, int]:
         """See `WorkerPlatform`."""
@@ -53,7 +58,8 @@ class RayWorkers:
         found = dict[int, int]()
         for name in cluster_state.actor_names(prefix):
             rank, life = map(int, name.split("/")[-2:])
-            found[rank] = max(life, found.get(rank, 0))
+            if (rank, life) not in self._told:
+                found[rank] = max(life, found.get(rank, 0))
         with self._lock:
             known = set(self._running.values())
         for place in known:
@@ -80,7 +86,7 @@ class RayWorkers:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),
             runtime_env={"env_vars": self._spec.env | role.env},
         )  # fmt: skip
-        actors = ray.remote(concurrency_groups={"calls": _CALLS, "run": 4})(self._worker_class)
+        actors: Any = ray.remote(concurrency_groups={"calls": _CALLS, "run": 4})(self._worker_class)  # pyright: ignore[reportCallIssue]
         made = actors.options(**options).remote(self._spec.name, self._role, worker.rank, worker.life)
         self._follow(worker.rank, worker.life, made)
         return ""
@@ -117,6 +123,7 @@ class RayWorkers:
             with self._lock:
                 place = self._running.pop(one, None)
             if place is not None:
+                self._told.add(place)
                 found.append(self._end(one, *place))
         return found
 
@@ -126,7 +133,7 @@ class RayWorkers:
         except RayActorError as error:
             cluster_state.kill(self._name(rank, life))  # it may live on a node that does not answer
             text = " ".join(str(error).split())
-            lost = isinstance(error, ActorDiedError) and "node" in text.lower() and "died" in text.lower()
+            lost = isinstance(error, ActorDiedError) and _NODE_DIED in text
             return EndedWorker(rank, life, WorkerCause.NODE_LOST if lost else WorkerCause.KILLED, _brief(text))
         except RayError as error:
             return EndedWorker(rank, life, WorkerCause.RAISED, str(error))
@@ -139,7 +146,9 @@ class RayWorkers:
 
 
 def _brief(text: str) -> str:
-    return text[:300]
+    """What Ray says of the end of a process, without what it repeats and advises."""
+    found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
+    return f"its actor died: {(found.group(1) if found else text)[:300]}"
 
 
 def group_name(spec: JobSpec, number: int) -> str:

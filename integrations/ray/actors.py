@@ -19,7 +19,7 @@ from dlrover_hooks.errors import CallFailed, HooksError, MasterError
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers
-from dlrover_hooks.integrations.ray.cluster_state import MasterAddress, actor_name
+from dlrover_hooks.integrations.ray.cluster_state import JobMaster, actor_name
 from dlrover_hooks.job.prime_master import HttpMaster, PrimeMaster, Submission, journal_of
 from dlrover_hooks.job.sub_master import SubMaster, client_of
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
@@ -62,7 +62,7 @@ class PrimeActor:
         http = HttpMaster(listener, journal_of(submission.spec, folder), submission.token, submission.spec.silent_s)
         client = client_of(url, submission.token)
         try:
-            cluster_state.put_address(job, MasterAddress(url, submission.token, submission.id, node))
+            cluster_state.put_address(job, JobMaster(url, submission.token, submission.id, node))
             PrimeMaster(submission, client, RayMasters(submission, SubMasterActor), http.revive).run()
         finally:
             client.close()
@@ -188,7 +188,7 @@ def _send(address: str, function: str, arguments: list[Any], timeout_s: float) -
     return value
 
 
-def _address(job: str) -> MasterAddress:
+def _address(job: str) -> JobMaster:
     deadline = time.monotonic() + _ADDRESS_S
     while (found := cluster_state.get_address(job)) is None:
         if time.monotonic() > deadline:

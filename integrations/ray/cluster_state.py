@@ -23,7 +23,7 @@ NAMESPACE = "dlrover_hooks"
 _GONE_S = 15.0
 
 
-class MasterAddress(msgspec.Struct, frozen=True):
+class JobMaster(msgspec.Struct, frozen=True):
     """Where the HTTP master of a job is. `submission`: the run of the job that it is of. `node`: Ray's id of its node."""
 
     url: str
@@ -36,15 +36,15 @@ def _key(job: str, what: str) -> bytes:
     return f"dlrover_hooks/{job}/{what}".encode()
 
 
-def put_address(job: str, address: MasterAddress) -> None:
+def put_address(job: str, address: JobMaster) -> None:
     """From now on clients find the job's master there."""
     internal_kv._internal_kv_put(_key(job, "master"), msgspec.json.encode(address), overwrite=True)
 
 
-def get_address(job: str) -> MasterAddress | None:
+def get_address(job: str) -> JobMaster | None:
     """Where the job's master is; None: there is no such job, or it is over."""
     found = internal_kv._internal_kv_get(_key(job, "master"))
-    return msgspec.json.decode(found, type=MasterAddress) if found else None
+    return msgspec.json.decode(found, type=JobMaster) if found else None
 
 
 def put_result(job: str, submission: str, roles: Roles) -> None:

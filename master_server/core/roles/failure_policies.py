@@ -12,7 +12,7 @@ def failed(
 ) -> None:
     """Worker `worker` ended in its current life. `recovers`: see `WorkerEnded`."""
     what = f"{cause.value}: {detail.strip()}" if detail.strip() else cause.value
-    note(roles, now, "lost", worker, text=what)
+    note(roles, now, "lost", worker, text=cause.value, detail=detail.strip())
     place, rules = f"worker {worker.rank} of role {worker.role!r}", roles.rules[worker.role]
     _charge_node(roles, worker, cause, now)
     if cause is WorkerCause.PREEMPTED:
@@ -35,7 +35,7 @@ def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: 
         return
     if charge(roles, f"node {node}", roles.budgets.node_failures, now) and node not in roles.avoid:
         roles.avoid.append(node)
-        note(roles, now, "avoid", role=worker.role, text=f"node {node}: too many workers failed there")
+        note(roles, now, "avoid", text="too many workers failed on a node", detail=node)
 
 
 def _follow(
@@ -55,19 +55,19 @@ def _follow(
     if policy is FailurePolicy.JOB:
         over = charge(roles, "job", roles.budgets.job_restarts, now)
         if not over:
-            note(roles, now, FailurePolicy.JOB.value, text=why)
+            note(roles, now, FailurePolicy.JOB.value, detail=why)
             for of in roles.workers.values():
                 for one in of:
                     begin_life(roles, one, now, why)
         return over
     begin_life(roles, worker, now, why)
-    note(roles, now, policy.value, worker, text=why)
+    note(roles, now, policy.value, worker, detail=why)
     return ""
 
 
 def restart_role(roles: RoleJob, role: str, why: str, now: float) -> None:
     """All workers of a role are started again, also those that were done."""
-    note(roles, now, FailurePolicy.ROLE.value, role=role, text=why)
+    note(roles, now, FailurePolicy.ROLE.value, role=role, detail=why)
     for one in roles.workers[role]:
         begin_life(roles, one, now, why)
 

@@ -83,7 +83,7 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
         worker.state, worker.incarnation, worker.reason = WorkerState.RUNNING, event.incarnation, ""
         worker.node, worker.pid, worker.address = event.node, event.pid, event.address
         roles.incarnations[event.incarnation] = (worker.role, worker.rank)
-        note(roles, now, "running", worker, text=f"node {event.node}, pid {event.pid}")
+        note(roles, now, "running", worker, detail=f"node {event.node}, pid {event.pid}")
         _follow(job, roles, now, effects)
     return next(one for one in role_state.view(roles, now, worker.role).workers if one.rank == worker.rank)
 
@@ -129,7 +129,7 @@ def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
     reason = event.reason[:_MOST_TEXT]
     if worker.life == event.life and worker.state is WorkerState.INITIAL and worker.reason != reason:
         worker.reason = reason
-        note(roles, now, "waits", worker, text=reason)
+        note(roles, now, "waits", worker, detail=reason)
         _follow(job, roles, now, effects)
     return Done()
 

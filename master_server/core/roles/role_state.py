@@ -100,15 +100,22 @@ def started(submission: str, rules: tuple[RoleRules, ...], budgets: RoleBudgets,
 
 
 def note(
-    roles: RoleJob, now: float, kind: str, worker: WorkerRecord | None = None, *, role: str = "", text: str = ""
+    roles: RoleJob,
+    now: float,
+    kind: str,
+    worker: WorkerRecord | None = None,
+    *,
+    role: str = "",
+    text: str = "",
+    detail: str = "",
 ) -> None:
     """Append an event, and drop the oldest one if there are too many."""
     roles.number += 1
     at = round(max(0.0, now - roles.began), 3)
     if worker is not None:
-        roles.events.append(RoleEvent(at, kind, worker.role, worker.rank, worker.life, text))
+        roles.events.append(RoleEvent(at, kind, worker.role, worker.rank, worker.life, text, detail))
     else:
-        roles.events.append(RoleEvent(at, kind, role, text=text))
+        roles.events.append(RoleEvent(at, kind, role, text=text, detail=detail))
     if len(roles.events) > MOST_EVENTS:
         del roles.events[0]
         roles.dropped += 1
@@ -133,7 +140,7 @@ def end(roles: RoleJob, now: float, phase: JobPhase, reason: str) -> None:
     """The job is over: no process is started any more, and those that run are ended."""
     roles.phase, roles.reason = phase, reason
     roles.incarnations.clear()
-    note(roles, now, phase.value, text=reason)
+    note(roles, now, phase.value, detail=reason)
 
 
 def all_drivers_done(roles: RoleJob) -> bool:
