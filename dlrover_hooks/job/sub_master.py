@@ -164,7 +164,7 @@ class SubMaster:
         recovers = end.cause is not None and self._trains and self._broke_round(end)
         if end.cause is not None:
             log.warning("job %s: worker %d of role %s (life %d): %s: %s", self._job, end.rank, self._role, end.life,
-                        end.cause.value, end.detail.strip().splitlines()[-1] if end.detail.strip() else "")  # fmt: skip
+                        end.cause.value, end.detail.strip().partition("\n")[0])  # fmt: skip
         self._tell(
             p.WorkerEnded(
                 self._job, self._client.incarnation, self._role, end.rank, end.life, end.cause, end.detail, recovers

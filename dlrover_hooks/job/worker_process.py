@@ -20,7 +20,7 @@ import msgspec
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import CallFailed, HooksError, JobFinished, MasterAway, MasterError
+from dlrover_hooks.errors import CallFailed, HooksError, JobFinished, MasterAway, MasterError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.job import entry_point
 from dlrover_hooks.job.spec import JobSpec
@@ -116,10 +116,13 @@ class Worker:
                 return Outcome(p.WorkerCause.PREEMPTED, "it has saved and left")
             if end.code not in (None, 0):
                 return Outcome(p.WorkerCause.RAISED, f"exit code {end.code}")
+        except UsageError as error:
+            log.error("%s", error)
+            return Outcome(p.WorkerCause.WRONG_SETTING, " ".join(str(error).split()))
         except BaseException as error:
-            detail = "".join(traceback.format_exception(error))
-            sys.stderr.write(detail)
-            return Outcome(p.WorkerCause.RAISED, detail)
+            trace = "".join(traceback.format_exception(error))
+            sys.stderr.write(trace)
+            return Outcome(p.WorkerCause.RAISED, f"{_headline(error)}\n{trace}")
         return Outcome()
 
     def leave(self) -> None:
@@ -190,6 +193,11 @@ class Worker:
             log.error("job %s: %s %d (life %d) ends: %s", self.place.job, self.place.role, self.place.rank,
                       self.place.life, why)  # fmt: skip
             self._ended(code)
+
+
+def _headline(error: BaseException) -> str:
+    """Type and first line."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
 class ResolvedCalls:

@@ -34,7 +34,8 @@ class WorkerCause(enum.Enum):
     """Why a worker ended before it was done.
 
     RAISED: its function raised an exception. KILLED: its process ended. SILENT: it sent no heartbeats. NODE_LOST: its
-    node is gone. PREEMPTED: its place was needed. NEVER_STARTED: it could not be started in time.
+    node is gone. PREEMPTED: its place was needed. NEVER_STARTED: it could not be started in time. WRONG_SETTING: a user
+    has to correct something, so the job ends whatever the policy is.
     """
 
     RAISED = "raised"
@@ -43,6 +44,7 @@ class WorkerCause(enum.Enum):
     NODE_LOST = "node_lost"
     PREEMPTED = "preempted"
     NEVER_STARTED = "never_started"
+    WRONG_SETTING = "wrong_setting"
 
 
 class WorkerState(enum.Enum):

@@ -126,7 +126,8 @@ class LocalJob:
         deadline, client = time.monotonic() + _UP_S, CallClient(host_socket(self._folder))
         while True:
             try:
-                return str(client.call("url"))
+                with contextlib.closing(client):
+                    return str(client.call("url"))
             except OSError:
                 self._check(deadline)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -20,12 +20,14 @@ def failed(
     else:
         over = charge(roles, f"worker {worker.role}", rules.worker_restarts, now)
     policy = rules.on_failure
-    if policy is FailurePolicy.FAIL:
+    if cause is WorkerCause.WRONG_SETTING:
+        over = "a restart does not help"
+    elif policy is FailurePolicy.FAIL:
         over = f"on_failure of role {worker.role!r} is 'fail'"
     if not over:
         over = _follow(roles, worker, policy, what, now, recovers=recovers)
     if over:
-        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {_last_line(what)}; {over}")
+        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {what.splitlines()[0]}; {over}")
 
 
 def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: float) -> None:
@@ -70,8 +72,3 @@ def restart_role(roles: RoleJob, role: str, why: str, now: float) -> None:
     note(roles, now, FailurePolicy.ROLE.value, role=role, detail=why)
     for one in roles.workers[role]:
         begin_life(roles, one, now, why)
-
-
-def _last_line(text: str) -> str:
-    """Of a traceback, what was raised; the events have all of it."""
-    return text.strip().splitlines()[-1]

@@ -1,0 +1,135 @@
+"""Functions of roles for tests/contracts/test_job_backends.py. The test follows them by files in its folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from dlrover_hooks import elastic_run
+from dlrover_hooks.job import current_worker
+
+
+def _folder() -> Path:
+    return Path(current_worker().config["folder"])
+
+
+def _until(name: str) -> None:
+    """Wait until the test has made this file."""
+    while not (_folder() / name).exists():
+        threading.Event().wait(0.02)
+
+
+def serve() -> None:
+    worker = current_worker()
+    queue = worker.queue("numbers", 2)
+
+    def double(items: list[int]) -> list[int]:
+        return [2 * one for one in items]
+
+    def fail() -> None:
+        raise ValueError("no such prompt")
+
+    worker.serve(double=double, pid=os.getpid, echo=lambda value: value, fail=fail, size=queue.qsize)
+
+
+def wait() -> None:
+    """Done once the test says so."""
+    _until("end")
+
+
+def call() -> None:
+    """Calls the servers all the time, also while they are replaced."""
+    servers = current_worker().role("server")
+    while not (_folder() / "end").exists():
+        assert servers.shard("double", [1, 2, 3], timeout_s=60.0) == [2, 4, 6]
+
+
+def talk() -> None:
+    """Every kind of call, once."""
+    import numpy as np
+    import pytest
+
+    from dlrover_hooks.errors import CallFailed
+
+    servers = current_worker().role("server")
+    assert servers.shard("double", list(range(5))) == [0, 2, 4, 6, 8]
+    assert len(set(servers.broadcast("pid"))) == servers.workers
+    array = np.arange(6.0).reshape(2, 3)
+    assert np.array_equal(servers.call("echo", array, rank=0), array)
+    assert servers.call("echo", (1, "two", None), rank=1) == (1, "two", None)
+    with pytest.raises(CallFailed, match="no such prompt"):
+        servers.call("fail")
+    numbers = servers.queue("numbers")
+    numbers.put(1)
+    numbers.put(2)
+    with pytest.raises(CallFailed, match="no room"):
+        numbers.put(3, timeout_s=0.2)
+    assert (len(numbers), numbers.get(), numbers.get()) == (2, 1, 2)
+
+
+def raise_always() -> None:
+    raise RuntimeError("this model does not fit")
+
+
+def raise_once() -> None:
+    if current_worker().life == 1:
+        raise RuntimeError("a bad start")
+
+
+def leave_once() -> None:
+    """Its first life is preempted."""
+    if current_worker().life == 1:
+        sys.exit(75)
+
+
+def reduce() -> None:
+    """A process group that cannot be formed again in its processes: all reduces until the test ends it."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    while True:
+        over = torch.tensor(float((_folder() / "end").exists()))
+        dist.all_reduce(over)
+        if over > 0:
+            break
+        threading.Event().wait(0.01)
+    dist.destroy_process_group()
+
+
+@elastic_run
+def train() -> None:
+    """DDP that recovers in its processes."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from dlrover_hooks import AsyncCheckpointer, elastic_loader
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = DataLoader(TensorDataset(torch.randn(4096, 4)), batch_size=8)
+    loader = elastic_loader(data, optimizer=optimizer)
+    checkpointer = AsyncCheckpointer(None, model=model, optimizer=optimizer, loader=loader)
+    steps = 0
+    for _ in loader.epochs(100_000):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            steps += 1
+            (_folder() / f"steps-{os.getpid()}").write_text(str(steps))
+            over = torch.tensor(float((_folder() / "end").exists()))
+            dist.all_reduce(over)
+            if over > 0:
+                checkpointer.close()
+                return
+            threading.Event().wait(0.01)
+
+
+NOT_A_FUNCTION = 3

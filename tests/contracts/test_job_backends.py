@@ -1,0 +1,347 @@
+"""One suite for the backends of jobs of several roles: processes of this machine, and actors of Ray.
+
+Every process is real, and every kill is SIGKILL or SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.errors import HooksError
+from dlrover_hooks.job import DLJobBuilder, JobSpec
+from tests.waiting import until
+
+REPOSITORY = Path(__file__).parents[2]
+ROLES = "tests.contracts.job_roles"
+RUNNING, DONE = p.WorkerState.RUNNING, p.WorkerState.DONE
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this process alone."""
+    import ray
+
+    ray.init(address="local", num_cpus=16, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Backend:
+    """Submits jobs to one backend, and knows the processes of their masters."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.handles: list[Any] = []
+
+    def job(self, name: str = "job") -> DLJobBuilder:
+        return DLJobBuilder(name).config(folder=str(self.folder)).env(PYTHONPATH=str(REPOSITORY))
+
+    def submit(self, spec: JobSpec) -> Any:
+        handle = spec.submit(backend=self.name, wait=False)
+        self.handles.append(handle)
+        return handle
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+
+    def sub_master(self, handle: Any, role: str) -> int:
+        if self.name == "local":
+            return _process(handle, "dlrover_hooks.job.local.sub_master", role)
+        return _ping(handle, "sub-master", role)
+
+    def prime(self, handle: Any) -> int:
+        return _process(handle, "dlrover_hooks.job.local.prime") if self.name == "local" else _ping(handle, "prime")
+
+    def left(self, handle: Any) -> list[str]:
+        """What is left of an ended job."""
+        if self.name == "local":
+            folder = handle._folder
+            return [folder] * os.path.exists(folder) + [one.name() for one in _processes(folder)]
+        import ray
+
+        from dlrover_hooks.integrations.ray import cluster_state
+
+        groups = ray.util.placement_group_table().values()
+        kept = [one["name"] for one in groups if one["state"] != "REMOVED" and one["name"].startswith(handle.name)]
+        return cluster_state.actor_names(handle.name + "/") + kept
+
+
+def _processes(*words: str) -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if one.info["cmdline"] and set(words) <= set(one.info["cmdline"])]
+
+
+def _process(handle: Any, *words: str) -> int:
+    return until(lambda: _processes(handle._folder, *words), f"a process of {words}")[0].pid
+
+
+def _ping(handle: Any, *parts: str) -> int:
+    import ray
+
+    from dlrover_hooks.integrations.ray import cluster_state
+
+    def asked() -> int:
+        try:
+            return ray.get(cluster_state.actor(cluster_state.actor_name(handle.name, *parts)).ping.remote(), timeout=10)
+        except (ValueError, ray.exceptions.RayError):
+            return 0
+
+    return until(asked, f"the actor {parts}")
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
+    made = Backend(request.param, tmp_path)
+    yield made
+    for handle in made.handles:
+        handle.stop()
+        nothing_left(made, handle)
+
+
+def nothing_left(backend: Backend, handle: Any) -> None:
+    until(lambda: not backend.left(handle), "nothing is left", diagnostic=lambda: backend.left(handle))
+
+
+def workers(handle: Any) -> dict[tuple[str, int], p.RoleWorker]:
+    return {(one.role, one.rank): one for one in handle.status().workers}
+
+
+def runs(handle: Any, role: str, rank: int, life: int = 1) -> p.RoleWorker:
+    """This life of a worker, once it runs."""
+
+    def found() -> p.RoleWorker | None:
+        one = workers(handle)[role, rank]
+        return one if one.life == life and one.state is RUNNING else None
+
+    return until(found, f"life {life} of {role} {rank} runs", diagnostic=lambda: events(handle))
+
+
+def events(handle: Any, *kinds: str) -> list[tuple[str, str, int, int, str]]:
+    found = handle.status().events
+    return [(one.kind, one.role, one.rank, one.life, one.text) for one in found if not kinds or one.kind in kinds]
+
+
+def used(handle: Any) -> dict[str, int]:
+    """Budgets that are used, by kind and of what; those of nodes are not looked at."""
+    return {
+        f"{one.kind} {one.of}".strip(): one.used for one in handle.status().budgets if one.used and one.kind != "node"
+    }
+
+
+def trains(folder: Path, worker: p.RoleWorker, beyond: int = 0) -> int:
+    """The steps of a trainer's process, once it has made more than `beyond`."""
+
+    def steps() -> int:
+        text = (folder / f"steps-{worker.pid}").read_text() if (folder / f"steps-{worker.pid}").exists() else ""
+        return int(text) if text and int(text) > beyond else 0
+
+    return until(steps, f"{worker.role} {worker.rank} trains")
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_roles_call_each_other_and_the_job_is_done_with_its_drivers(backend: Backend) -> None:
+    job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}.talk")
+    handle = backend.submit(job.build())
+    assert handle.wait(60) == 0, handle.status()
+    assert handle.status().phase is p.JobPhase.DONE
+    assert ("done", "main", 0, 1, "") in events(handle)
+    assert not used(handle)
+
+
+def test_a_server_is_replaced_and_no_other_process_notices(backend: Backend) -> None:
+    job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}:call")
+    handle = backend.submit(job.build())
+    first, other, main = runs(handle, "server", 0), runs(handle, "server", 1), runs(handle, "main", 0)
+    kill(first.pid)
+    second = runs(handle, "server", 0, life=2)
+    kill(second.pid)  # upstream skipped the second death of a worker of one role
+    third = runs(handle, "server", 0, life=3)
+    assert len({first.pid, second.pid, third.pid}) == 3
+    assert (workers(handle)["server", 1].pid, workers(handle)["main", 0].pid) == (other.pid, main.pid)
+    assert used(handle) == {"worker server": 2}
+    backend.end()
+    assert handle.wait(60) == 0
+
+
+def test_a_trainer_rejoins_and_the_others_keep_their_processes(backend: Backend) -> None:
+    handle = backend.submit(
+        backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin").build()
+    )
+    survivor, first = runs(handle, "dp", 0), runs(handle, "dp", 1)
+    before = trains(backend.folder, survivor)
+    trains(backend.folder, first)
+    kill(first.pid)
+    trains(backend.folder, runs(handle, "dp", 1, life=2))
+    trains(backend.folder, survivor, beyond=before + 1)
+    assert workers(handle)["dp", 0] == survivor
+    assert used(handle) == {"worker dp": 1}
+    backend.end()
+    assert handle.wait(60) == 0, handle.status()
+
+
+def test_a_role_that_cannot_recover_is_started_again_and_counted_once(backend: Backend) -> None:
+    role = backend.job().role("dp").train(f"{ROLES}:reduce").workers(2).restarts(on_failure="rejoin")
+    handle = backend.submit(role.build())
+    runs(handle, "dp", 0)
+    kill(runs(handle, "dp", 1).pid)
+    for life in (2, 3):
+        runs(handle, "dp", 0, life)
+        last = runs(handle, "dp", 1, life)
+        if life == 2:
+            kill(last.pid)
+    assert used(handle) == {"worker dp": 2, "role dp": 2}
+    backend.end()
+    assert handle.wait(60) == 0, handle.status()
+
+
+def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -> None:
+    job = backend.job().role("one").run(f"{ROLES}:wait").restarts(on_failure="job").role("two").run(f"{ROLES}:wait")
+    handle = backend.submit(job.build())
+    first, second = runs(handle, "one", 0), runs(handle, "two", 0)
+    kill(first.pid)
+    assert runs(handle, "two", 0, life=2).pid != second.pid
+    runs(handle, "one", 0, life=2)
+    assert used(handle) == {"worker one": 1, "job": 1}
+    backend.end()
+    assert handle.wait(60) == 0
+
+
+def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> None:
+    job = backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin")
+    handle = backend.submit(job.role("other").run(f"{ROLES}:wait").build())
+    ranks = [runs(handle, "dp", rank) for rank in range(2)]
+    steps = trains(backend.folder, ranks[0])
+    runs(handle, "other", 0)
+    before = workers(handle)
+    kill(backend.sub_master(handle, "dp"))
+    until(lambda: events(handle, "sub_master"), "the SubMaster is started again")
+    kill(backend.prime(handle))
+    until(lambda: events(handle, "prime_master"), "the PrimeMaster is started again")
+    trains(backend.folder, ranks[0], beyond=steps + 5)
+    assert workers(handle) == before
+    assert not used(handle)
+    backend.end()
+    assert handle.wait(60) == 0, handle.status()
+
+
+def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> None:
+    job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}:call")
+    handle = backend.submit(job.build())
+    first, other = runs(handle, "server", 0), runs(handle, "server", 1)
+    runs(handle, "main", 0)
+    kill(backend.prime(handle), backend.sub_master(handle, "server"), first.pid)
+    runs(handle, "server", 0, life=2)
+    assert workers(handle)["server", 1] == other
+    assert used(handle) == {"worker server": 1}  # a death that no master has seen is counted, too
+    backend.end()
+    assert handle.wait(60) == 0, handle.status()
+
+
+def test_an_exception_is_counted_and_ends_the_job_when_the_budget_is_used_up(backend: Backend) -> None:
+    job = backend.job().role("main").run(f"{ROLES}:raise_always").restarts(2).role("two").run(f"{ROLES}:wait")
+    handle = backend.submit(job.build())
+    assert handle.wait(60) == 1
+    status = handle.status()
+    assert status.phase is p.JobPhase.FAILED
+    assert "main" in status.reason
+    assert "this model does not fit" in status.reason
+    assert len(events(handle, "lost")) == 3
+    nothing_left(backend, handle)
+
+
+def test_a_worker_that_raises_once_is_done_in_its_second_life(backend: Backend) -> None:
+    handle = backend.submit(backend.job().role("main").run(f"{ROLES}:raise_once").build())
+    assert handle.wait(60) == 0
+    assert events(handle, "lost") == [("lost", "main", 0, 1, "raised")]
+
+
+def test_preemptions_have_a_budget_of_their_own(backend: Backend) -> None:
+    handle = backend.submit(backend.job().role("main").run(f"{ROLES}:leave_once").restarts(0).build())
+    assert handle.wait(60) == 0, handle.status()
+    assert used(handle) == {"preemption": 1}
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (f"{ROLES}:no_such", "no function 'no_such'"),
+        ("no_such_package.module:main", "no module 'no_such_package'"),
+        (f"{ROLES}:NOT_A_FUNCTION", "not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_ends_the_job(backend: Backend, entry: str, says: str) -> None:
+    handle = backend.submit(backend.job().role("main").run(entry).build())
+    assert handle.wait(60) == 1
+    assert says in handle.status().reason
+
+
+def test_a_silent_worker_is_replaced_and_ends_when_it_wakes(backend: Backend) -> None:
+    job = backend.job().silent_after(6).role("server").run(f"{ROLES}:serve").not_driver()
+    handle = backend.submit(job.role("main").run(f"{ROLES}:wait").build())
+    first = psutil.Process(runs(handle, "server", 0).pid)
+    first.suspend()
+    runs(handle, "server", 0, life=2)
+    assert events(handle, "lost")[0][-1] == "silent"
+    until(lambda: not first.is_running(), "it is killed although it was stopped")
+    assert used(handle) == {"worker server": 1}
+
+
+def test_a_user_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
+    job = backend.job().role("dp").train(f"{ROLES}:reduce").workers(2).restarts(on_failure="role")
+    handle = backend.submit(job.build())
+    first = [runs(handle, "dp", rank) for rank in range(2)]
+    handle.restart("dp")
+    second = [runs(handle, "dp", rank, life=2) for rank in range(2)]
+    assert not {one.pid for one in first} & {one.pid for one in second}
+    assert not used(handle)
+    assert handle.stop("enough") == 130
+    assert handle.status().reason == "enough"
+
+
+def test_a_second_job_of_one_name_is_refused(backend: Backend) -> None:
+    spec = backend.job().role("main").run(f"{ROLES}:wait").build()
+    handle = backend.submit(spec)
+    with pytest.raises(HooksError, match="already"):
+        spec.submit(backend=backend.name, wait=False)
+    handle.stop()
+    again = backend.submit(spec)
+    runs(again, "main", 0)
+
+
+def test_one_job_has_the_same_events_on_both_backends(
+    tmp_path: Path, cluster: None, request: pytest.FixtureRequest
+) -> None:
+    logs: list[Any] = []
+    for name in ("local", "ray"):
+        backend = Backend(name, tmp_path / name)
+        backend.folder.mkdir()
+        job = backend.job().role("server").run(f"{ROLES}:serve").not_driver().role("main").run(f"{ROLES}:wait")
+        handle = backend.submit(job.restarts(2).build())
+        request.addfinalizer(handle.stop)
+        runs(handle, "main", 0)
+        for life in (1, 2):
+            kill(runs(handle, "server", 0, life).pid)
+        runs(handle, "server", 0, life=3)
+        kill(backend.sub_master(handle, "server"))
+        until(lambda handle=handle: events(handle, "sub_master"), "the SubMaster is started again")
+        handle.restart("server")
+        runs(handle, "server", 0, life=4)
+        backend.end()
+        assert handle.wait(60) == 0
+        log = events(handle)
+        logs.append([log[0], sorted(log[1:3]), *log[3:]])  # which of the first two workers is up first is left open
+    assert logs[0] == logs[1]
