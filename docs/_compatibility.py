@@ -10,7 +10,7 @@ from tests import compatibility
 SHOWN = {
     "python": "Python", "torch": "torch", "lightning": "Lightning, and Fabric in it", "accelerate": "Accelerate",
     "transformers": "Transformers", "trl": "TRL", "peft": "PEFT", "keras": "Keras", "jax": "Keras on JAX: JAX",
-    "tensorflow-cpu": "TensorFlow (`tensorflow-cpu`)", "tf-keras": "tf-keras",
+    "tensorflow-cpu": "TensorFlow (`tensorflow-cpu`)", "tf-keras": "tf-keras", "ray": "Ray",
 }  # fmt: skip
 """What each distribution of compat.toml is called on the page."""
 

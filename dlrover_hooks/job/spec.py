@@ -22,11 +22,11 @@ Policy = Literal["replace", "rejoin", "role", "job", "fail"]
 Device = Literal["CPU", "GPU", "TPU"]
 
 
-class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SpecPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of all that a job's JSON consists of. An unknown field is an error: it may be a mistyped one."""
 
 
-class RoleResources(Frozen, frozen=True):
+class RoleResources(SpecPart, frozen=True):
     """Of one worker. `device`: how many of the job's devices, a part of one (below 1) or whole ones.
 
     `memory_gb`, `disk_gb`: 10^9 bytes. `custom`: the platform's other resources by name.
@@ -39,7 +39,7 @@ class RoleResources(Frozen, frozen=True):
     custom: dict[str, float] = {}
 
 
-class RoleSpec(Frozen, frozen=True):
+class RoleSpec(SpecPart, frozen=True):
     """One role.
 
     `entry`: `package.module:function`, `package.module.function`, or `script.py ARGUMENTS`. `trains`: its workers join
@@ -61,14 +61,14 @@ class RoleSpec(Frozen, frozen=True):
     role_restarts: int = 3
 
 
-class Collocation(Frozen, frozen=True):
+class Collocation(SpecPart, frozen=True):
     """Roles whose workers of one rank share a node. `share`: of one device, by role; empty: as their resources say."""
 
     roles: tuple[str, ...]
     share: dict[str, float] = {}
 
 
-class JobSpec(Frozen, frozen=True):
+class JobSpec(SpecPart, frozen=True):
     """A job. `collocations`: see `Collocation`. `apart`: roles of which no two workers share a node, by set.
 
     `nodes`, `devices_per_node`: of the cluster, for the checks; 0 devices: not checked. `silent_s`: a worker without a

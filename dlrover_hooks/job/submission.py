@@ -11,7 +11,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.job.job_handle import JobHandle
 from dlrover_hooks.job.spec import JobSpec
 
-_BACKENDS = {"local": "dlrover_hooks.job.local.submit", "ray": "dlrover_hooks.integrations.ray"}
+_BACKENDS = {"local": "dlrover_hooks.job.local.local_job", "ray": "dlrover_hooks.integrations.ray"}
 
 
 def submit(

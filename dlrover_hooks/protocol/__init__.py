@@ -19,6 +19,7 @@ from dlrover_hooks.protocol.base_messages import (
     Every as Every,
     ExitCode as ExitCode,
     Message as Message,
+    NodeResource as NodeResource,
     Passed as Passed,
     Phase as Phase,
     Port as Port,
@@ -119,7 +120,6 @@ from dlrover_hooks.protocol.node_check_messages import (
     ShowCheck as ShowCheck,
     speed_text as speed_text,
 )
-from dlrover_hooks.protocol.node_resource import NodeResource as NodeResource
 from dlrover_hooks.protocol.ps_messages import (
     AwaitCluster as AwaitCluster,
     AwaitTasks as AwaitTasks,

@@ -1,11 +1,14 @@
-"""What all messages share: their base, bounded numbers, exit codes, errors and the wire version."""
+"""What messages share: their base, bounded numbers, exit codes, errors, the wire version, and resources of a node."""
 
 from __future__ import annotations
 
 import enum
+import math
 from typing import Annotated
 
 import msgspec
+
+from dlrover_hooks.errors import UsageError
 
 PROTOCOL = 1
 LEADER_HEADER = "X-Dlrover-Hooks-Leader"
@@ -69,3 +72,25 @@ class Problem(Message, frozen=True):
     status: Status
     detail: str
     hint: str = ""
+
+
+Mebibytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 43) - 1)]
+
+
+class NodeResource(msgspec.Struct, frozen=True):
+    """Of one node: CPU cores, MiB of memory, GPUs. 0: not limited, or not known.
+
+    Raises `UsageError` if an amount is negative or not a finite number.
+    """
+
+    cpu: float = 0.0
+    memory: Mebibytes = 0
+    gpu_type: str = ""
+    gpu_num: Rank = 0
+    priority: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", "memory", "gpu_num"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise UsageError(f"node resource: {name} is {value}", hint="give a finite amount of at least 0")

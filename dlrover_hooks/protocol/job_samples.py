@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.node_resource import Mebibytes, NodeResource
+from dlrover_hooks.protocol.base_messages import Mebibytes, NodeResource
 from dlrover_hooks.protocol.ps_messages import NodeType
 
 _MOST_MEMORY = 1 << 40

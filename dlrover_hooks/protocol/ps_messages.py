@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Rank, Seconds
-from dlrover_hooks.protocol.node_resource import NodeResource
+from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, NodeResource, Rank, Seconds
 
 
 class NodeType(enum.Enum):

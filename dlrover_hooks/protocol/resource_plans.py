@@ -9,8 +9,7 @@ from collections.abc import Collection
 import msgspec
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.base_messages import Count, Rank
-from dlrover_hooks.protocol.node_resource import Mebibytes, NodeResource
+from dlrover_hooks.protocol.base_messages import Count, Mebibytes, NodeResource, Rank
 from dlrover_hooks.protocol.ps_messages import NodeStatus, NodeType
 
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Seconds
-from dlrover_hooks.protocol.node_resource import NodeResource
+from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, NodeResource, Seconds
 from dlrover_hooks.protocol.resource_plans import Node, ResourceLimits, ResourcePlan
 
 MOST_CHANGES = 4096

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Seconds, Step
+from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, NodeResource, Phase, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Shares, Stall
 from dlrover_hooks.protocol.node_check_messages import KeptOut
-from dlrover_hooks.protocol.node_resource import NodeResource
 from dlrover_hooks.protocol.ps_messages import NodeStatus, NodeType
 from dlrover_hooks.protocol.vitals_messages import (
     CPUVitals,

@@ -1,6 +1,6 @@
 """Jobs of several roles as actors of Ray, and hooks for Ray Train.
 
-Entry points: `submit` (for `JobSpec.submit(backend="ray")`), `RayJob`.
+Entry points: `submit` (for `JobSpec.submit(backend="ray")`), `attach`, `RayJob`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from dlrover_hooks.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from dlrover_hooks.integrations.ray.submit import RayJob as RayJob, submit as submit
+    from dlrover_hooks.integrations.ray.ray_job import RayJob as RayJob, attach as attach, submit as submit
 
-_WHERE = {"RayJob": "submit", "submit": "submit"}
+_WHERE = {"RayJob": "ray_job", "attach": "ray_job", "submit": "ray_job"}
 __all__ = sorted(_WHERE)
 
 

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from dlrover_hooks.errors import CallFailed, HooksError, MasterError
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers
@@ -36,7 +37,7 @@ class PrimeActor:
     def __init__(self, submission: bytes) -> None:
         _log()
         self._submission = msgspec.json.decode(submission, type=Submission)
-        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-prime", daemon=True)
+        self._thread = BackgroundThread("dlrover-hooks-prime", self._run, where=self._submission.spec.name)
         self._thread.start()
 
     def ping(self) -> int:
@@ -88,7 +89,7 @@ class SubMasterActor:
         _log()
         self._submission, self._role = msgspec.json.decode(submission, type=Submission), role
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-sub-master", daemon=True)
+        self._thread = BackgroundThread("dlrover-hooks-sub-master", self._run, where=f"role {role}")
         self._thread.start()
 
     def ping(self) -> int:
@@ -123,7 +124,7 @@ class WorkerActor:
         self._job, self._role, self._rank, self._life = job, role, rank, life
         self._outcome = Outcome(WorkerCause.KILLED, "it has not run")
         self._ended, self._starting = threading.Event(), threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._worker: Worker | None = None
 
     @ray.method(concurrency_group="run")
@@ -131,7 +132,7 @@ class WorkerActor:
         """Run the function of the role, if it does not run yet, and wait for its end: the `Outcome`, as JSON."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="dlrover-hooks-worker", daemon=True)
+                self._thread = BackgroundThread("dlrover-hooks-worker", self._run, where=f"role {self._role}")
                 self._thread.start()
         self._ended.wait()
         return msgspec.json.encode(self._outcome)
@@ -199,4 +200,3 @@ def _address(job: str) -> JobMaster:
 
 def _log() -> None:
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")

@@ -24,7 +24,7 @@ _GONE_S = 15.0
 
 
 class JobMaster(msgspec.Struct, frozen=True):
-    """Where the HTTP master of a job is. `submission`: the run of the job that it is of. `node`: Ray's id of its node."""
+    """Where the HTTP master of a job is. `submission`: the run of the job. `node`: Ray's id of its node."""
 
     url: str
     token: str

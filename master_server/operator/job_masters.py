@@ -18,7 +18,7 @@ from dlrover_hooks.kubernetes.pod_status import pod_end, runs
 from dlrover_hooks.kubernetes.work_queue import WorkRetries
 from dlrover_hooks.master.operator import job_objects
 from dlrover_hooks.master.operator.job_objects import MasterOptions
-from dlrover_hooks.master.operator.job_status import JobPhase, JobSituation, MasterEnd, master_end, next_status
+from dlrover_hooks.master.operator.job_status import ElasticJobPhase, JobSituation, MasterEnd, master_end, next_status
 
 log = logging.getLogger("dlrover_hooks.operator")
 _HEALTHY_S = 300.0
@@ -26,11 +26,11 @@ _HEALTHY_S = 300.0
 _REFUSED, _REFUSED_S = {400, 403, 422}, 30.0
 """HTTP status of an answer that says what is wrong with an object; so long after it the object is tried again."""
 _TOLD = {
-    JobPhase.PENDING: "its master or its workers are being started",
-    JobPhase.RUNNING: "workers run",
-    JobPhase.SUSPENDED: "all Pods are deleted",
-    JobPhase.SUCCEEDED: "its workers are done",
-    JobPhase.FAILED: "its master says no more",
+    ElasticJobPhase.PENDING: "its master or its workers are being started",
+    ElasticJobPhase.RUNNING: "workers run",
+    ElasticJobPhase.SUSPENDED: "all Pods are deleted",
+    ElasticJobPhase.SUCCEEDED: "its workers are done",
+    ElasticJobPhase.FAILED: "its master says no more",
 }
 """In Events."""
 
@@ -161,10 +161,10 @@ class JobMasters:
             if error.code != node_pods.NOT_FOUND:
                 raise
             return
-        if (phase := JobPhase(status["phase"])).value != old.get("phase"):
+        if (phase := ElasticJobPhase(status["phase"])).value != old.get("phase"):
             holds = next(one for one in status["conditions"] if one["status"] == "True" and one["type"] != "Valid")
             message = holds.get("message") or _TOLD[phase]
-            self._event(job, phase.value, message, warning=phase is JobPhase.FAILED)
+            self._event(job, phase.value, message, warning=phase is ElasticJobPhase.FAILED)
 
     def _event(self, job: Manifest, reason: str, message: str, *, warning: bool = False) -> None:
         """For `kubectl describe`. One that cannot be written is left out."""

@@ -19,7 +19,7 @@ MASTER_FAILED = 70
 _LONGEST_MESSAGE = 1000
 
 
-class JobPhase(enum.Enum):
+class ElasticJobPhase(enum.Enum):
     """Of a job."""
 
     PENDING = "Pending"
@@ -29,13 +29,13 @@ class JobPhase(enum.Enum):
     FAILED = "Failed"
 
 
-OVER = (JobPhase.SUCCEEDED.value, JobPhase.FAILED.value)
+OVER = (ElasticJobPhase.SUCCEEDED.value, ElasticJobPhase.FAILED.value)
 
 
 class MasterEnd(msgspec.Struct, frozen=True):
     """The end of a master. `phase`: of the job; None: the job is not over, and needs another one."""
 
-    phase: JobPhase | None
+    phase: ElasticJobPhase | None
     message: str = ""
 
 
@@ -45,7 +45,7 @@ def master_end(pod: Manifest) -> MasterEnd | None:
     if end is None:
         return None
     if end.exit is NodeExit.SUCCEEDED:
-        return MasterEnd(JobPhase.SUCCEEDED)
+        return MasterEnd(ElasticJobPhase.SUCCEEDED)
     said = [
         one["state"]["terminated"].get("message", "")
         for one in pod["status"].get("containerStatuses", ())
@@ -53,7 +53,7 @@ def master_end(pod: Manifest) -> MasterEnd | None:
     ]
     message = "".join(said).strip()[-_LONGEST_MESSAGE:] or end.detail
     over = end.exit is NodeExit.ERROR and end.exit_code != MASTER_FAILED
-    return MasterEnd(JobPhase.FAILED if over else None, message)
+    return MasterEnd(ElasticJobPhase.FAILED if over else None, message)
 
 
 class JobSituation(msgspec.Struct, frozen=True):
@@ -105,34 +105,34 @@ def next_status(found: JobSituation, now: str) -> Manifest:
 
 
 _CONDITION = {
-    JobPhase.PENDING: "Pending",
-    JobPhase.RUNNING: "Running",
-    JobPhase.SUSPENDED: "Suspended",
-    JobPhase.SUCCEEDED: "Complete",
-    JobPhase.FAILED: "Failed",
+    ElasticJobPhase.PENDING: "Pending",
+    ElasticJobPhase.RUNNING: "Running",
+    ElasticJobPhase.SUSPENDED: "Suspended",
+    ElasticJobPhase.SUCCEEDED: "Complete",
+    ElasticJobPhase.FAILED: "Failed",
 }
 
 
-def _phase(found: JobSituation) -> tuple[JobPhase, str, str]:
+def _phase(found: JobSituation) -> tuple[ElasticJobPhase, str, str]:
     """With reason and message of its condition."""
     if found.spec is None or (found.problem and found.master is None and not found.nodes):
-        return JobPhase.PENDING, "Refused", found.problem
+        return ElasticJobPhase.PENDING, "Refused", found.problem
     if found.spec.suspend:
-        return JobPhase.SUSPENDED, "Suspended", "spec.suspend is true"
+        return ElasticJobPhase.SUSPENDED, "Suspended", "spec.suspend is true"
     end = master_end(found.master) if found.master is not None else None
     if end is not None and end.phase is not None:
         return end.phase, "MasterEnded", end.message
     if any(runs(pod) for pod in found.nodes):
-        return JobPhase.RUNNING, "NodesRun", ""
+        return ElasticJobPhase.RUNNING, "NodesRun", ""
     if any(_ended_well(pod) for pod in found.nodes) and end is None:
-        return JobPhase.RUNNING, "NodesEnd", ""
+        return ElasticJobPhase.RUNNING, "NodesEnd", ""
     if end is not None:
-        return JobPhase.PENDING, "MasterLost", f"the master is started again: {end.message}"
+        return ElasticJobPhase.PENDING, "MasterLost", f"the master is started again: {end.message}"
     if found.refusal:
-        return JobPhase.PENDING, "MasterRefused", found.refusal
+        return ElasticJobPhase.PENDING, "MasterRefused", found.refusal
     if found.spec.has_master and (found.master is None or not runs(found.master)):
-        return JobPhase.PENDING, "MasterStarts", ""
-    return JobPhase.PENDING, "NodesStart", ""
+        return ElasticJobPhase.PENDING, "MasterStarts", ""
+    return ElasticJobPhase.PENDING, "NodesStart", ""
 
 
 def _condition(kind: str, holds: bool, reason: str, message: str) -> dict[str, Any]:

@@ -85,13 +85,14 @@ def _process(handle: Any, *words: str) -> int:
 
 def _ping(handle: Any, *parts: str) -> int:
     import ray
+    from ray.exceptions import RayError
 
     from dlrover_hooks.integrations.ray import cluster_state
 
     def asked() -> int:
         try:
             return ray.get(cluster_state.actor(cluster_state.actor_name(handle.name, *parts)).ping.remote(), timeout=10)
-        except (ValueError, ray.exceptions.RayError):
+        except (ValueError, RayError):
             return 0
 
     return until(asked, f"the actor {parts}")
@@ -105,6 +106,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
     yield made
     for handle in made.handles:
         handle.stop()
+    for handle in made.handles:
         nothing_left(made, handle)
 
 

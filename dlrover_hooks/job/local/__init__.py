@@ -1,4 +1,4 @@
 """The backend `local`: the masters and workers of a job as processes of this machine.
 
-Entry points: `submit.LocalJob`, `host` (the process that owns all others).
+Entry points: `local_job.LocalJob`, `host` (the process that owns all others).
 """

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import CallFailed, HooksError
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.job.call_codec import decode, encode
 
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 31
-_CONNECT_S = 5.0
+_CONNECT_S, _AGAIN_S = 5.0, 0.1
 
 
 class CallServer:
@@ -36,18 +37,21 @@ class CallServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
-        class Handler(socketserver.BaseRequestHandler):
+        class CallConnection(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError):
                     while (frame := _received(self.request)) is not None:
                         self.request.sendall(_framed(_answered(answer, frame)))
 
-        self._server = _Server(path, Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="dlrover-hooks-calls", daemon=True)
+        self._server = _Server(path, CallConnection)
+        self._thread = BackgroundThread(
+            "dlrover-hooks-calls", self._server.serve_forever, where=path, on_error="warn", again_s=_AGAIN_S
+        )
         self._thread.start()
 
     def close(self) -> None:
         """Accept no more connections, and remove the socket."""
+        self._thread.stopping.set()
         self._server.shutdown()
         self._server.server_close()
         with contextlib.suppress(FileNotFoundError):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks.kubernetes.elastic_job_spec import job_spec
-from dlrover_hooks.master.operator.job_status import JobPhase, JobSituation, master_end, next_status
+from dlrover_hooks.master.operator.job_status import ElasticJobPhase, JobSituation, master_end, next_status
 
 Manifest = dict[str, Any]
 
@@ -66,13 +66,14 @@ def test_the_phase_of_a_job(found: JobSituation, expected: tuple[str, str]) -> N
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
-        (RUNS, None), (ended(0), JobPhase.SUCCEEDED), (ended(1), JobPhase.FAILED), (ended(77), JobPhase.FAILED),
+        (RUNS, None), (ended(0), ElasticJobPhase.SUCCEEDED), (ended(1), ElasticJobPhase.FAILED),
+        (ended(77), ElasticJobPhase.FAILED),
         (ended(70), "lost"), (ended(137), "lost"), (ended(143), "lost"), (ended(137, "OOMKilled"), "lost"),
         ({"phase": "Failed", "reason": "Evicted"}, "lost"),
     ],
 )  # fmt: skip
 def test_the_end_of_a_master_is_that_of_the_job_only_with_an_exit_code_of_the_job(
-    status: Manifest, expected: JobPhase | str | None
+    status: Manifest, expected: ElasticJobPhase | str | None
 ) -> None:
     end = master_end(pod(status))
     assert (end and (end.phase or "lost")) == expected

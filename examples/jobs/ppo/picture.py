@@ -1,0 +1,65 @@
+"""The picture of a run: the reward by step, and which process of each worker was there."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+KILLED = {"trainer": "#c92a2a", "rollout": "#e8590c"}
+LIVES = ("#b5e0e4", "#79bdc5", "#3e98a3", "#0b7285")
+"""Colours of the first process of a worker, of the second, and so on."""
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def draw(trained: dict[int, list[dict[str, Any]]], workers: Any, kills: list[tuple[int, str]], out: Path) -> None:
+    """Save it as `out`.
+
+    trained: the records by step. workers: as `JobHandle.status` lists them. kills: killed workers, by step.
+    """
+    figure, (top, lanes) = plt.subplots(2, sharex=True, figsize=(10, 6.2), height_ratios=(5, 3), layout="constrained")
+    rewards = {step: mean([line["reward"] for line in lines]) for step, lines in trained.items()}
+    draw_rewards(top, list(rewards), list(rewards.values()))
+    for step, target in kills:
+        colour = KILLED[target.split()[0]]
+        times = [mean([line["at"] for line in trained[near]]) for near in trained if abs(near - step) <= 6]
+        text = f"kill -9 {target}\npause {max(after - before for before, after in pairwise(times)):.1f} s"
+        top.axvline(step, color=colour, linestyle=(0, (4, 3)), linewidth=1)
+        top.annotate(text, (step, 0.99), (-3, 0), ("data", "axes fraction"), "offset points", rotation=90, va="top",
+                     ha="right", fontsize=9, linespacing=1.2, color=colour)  # fmt: skip
+    draw_lives(lanes, [f"{one.role} {one.rank}" for one in workers], kills, max(trained))
+    figure.suptitle(f"{len(kills)} workers are killed, and each of the {len(trained)} batches is trained once", x=0.5)
+    for axis in (top, lanes):
+        axis.spines[["top", "right"]].set_visible(False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+
+
+def draw_rewards(axis: Axes, steps: list[int], rewards: list[float]) -> None:
+    smooth = [mean(rewards[max(0, at - 9) : at + 1]) for at in range(len(rewards))]
+    axis.plot(steps, rewards, color="#9aa5b1", linewidth=1, alpha=0.6, label="of one batch")
+    axis.plot(steps, smooth, color="#0b7285", linewidth=2, label="mean of the last 10")
+    axis.set(ylabel="reward", ylim=(0, 1.18), xlim=(0, steps[-1]), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
+    axis.legend(loc="lower right", framealpha=1, edgecolor="none")
+
+
+def draw_lives(axis: Axes, names: list[str], kills: list[tuple[int, str]], end: int) -> None:
+    """A bar for each process, with the number of its life."""
+    for lane, name in enumerate(names):
+        starts = [0, *(step for step, target in kills if target == name)]
+        for life, (start, stop) in enumerate(pairwise([*starts, end]), 1):
+            colour = LIVES[min(life, len(LIVES)) - 1]
+            axis.barh(lane, stop - start, 0.7, start, color=colour)
+            axis.annotate(f"life {life}", (start, lane), (9, 0), textcoords="offset points", va="center", fontsize=8.5)
+            if life > 1:
+                axis.plot(start, lane, "x", color=KILLED[name.split()[0]], markersize=8, markeredgewidth=2)
+    axis.set(xlabel="optimizer steps", yticks=range(len(names)), yticklabels=names)
+    axis.tick_params(axis="y", length=0)
+    axis.invert_yaxis()

@@ -1,0 +1,72 @@
+"""PPO on a CPU: `trainer` and `rollout` have two workers each, `prompts` and `reward` one. The job is made in template.py.
+
+    python examples/jobs/ppo/train.py --kills
+
+With --kills six workers are killed at different times (kill -9). Exit code 1 if a position was not trained once in each
+epoch, a step is missing, or more than the killed workers was started again.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from evidence import lineage, newest_step, problems
+from picture import draw
+from template import ppo
+
+from dlrover_hooks.protocol import WorkerState
+
+KILLS = {0.1: "rollout 0", 0.25: "trainer 1", 0.4: "rollout 1", 0.55: "trainer 0", 0.7: "rollout 0", 0.85: "trainer 1"}
+"""By the part of the steps that are made before."""
+
+
+def shoot(handle: Any, target: str) -> bool:
+    """False if it does not run at the moment."""
+    running = {f"{one.role} {one.rank}": one.pid for one in handle.status().workers if one.state is WorkerState.RUNNING}
+    if target in running:
+        os.kill(running[target], signal.SIGKILL)
+    return target in running
+
+
+def run(handle: Any, folder: Path, steps: int, kills: dict[float, str]) -> tuple[int, list[tuple[int, str]]]:
+    """The exit code of the job, and the kills by step."""
+    done, left = [], list(kills.items())
+    while left and handle.status().phase.value == "running":
+        step = newest_step(folder)
+        if step >= left[0][0] * steps and shoot(handle, left[0][1]):
+            done.append((step, left.pop(0)[1]))
+            print(f"step {step}: kill -9 {done[-1][1]}", flush=True)
+        time.sleep(0.02)
+    return handle.wait(), done
+
+
+def main(given: argparse.Namespace) -> None:
+    config = {"prompts": given.prompts, "epochs": given.epochs, "updates": 2}
+    steps = config["updates"] * given.epochs * -(-given.prompts // 64)
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.time()
+        handle = ppo().config(config, folder=name).build().submit(backend=given.backend, wait=False)
+        code, kills = run(handle, folder, steps, KILLS if given.kills else {})
+        status = handle.status()
+        wrong = [] if code == 0 else [f"exit code {code}: {status.reason}"]
+        wrong += problems(folder, status, [target for _, target in kills], config)
+        trained = lineage(folder)
+        draw(trained, status.workers, kills, given.out)
+    seen = sum(len(line["positions"]) for lines in trained.values() for line in lines)
+    print(f"{len(trained) * config['updates']} of {steps} policy steps, {seen} answers, {len(kills)} kills, {time.time() - began:.0f} s; {given.out}")
+    sys.exit("\n".join(wrong) or 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["local", "ray"], default="local")
+    parser.add_argument("--kills", action="store_true", help="kill workers while the job runs")
+    parser.add_argument("--prompts", type=int, default=4800)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("build/ppo.png"))
+    main(parser.parse_args())
