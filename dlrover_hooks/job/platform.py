@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
@@ -23,12 +24,15 @@ class WorkerPlatform(Protocol):
         """The newest life of each rank whose process runs, or whose end `ended` will tell. Any thread."""
         ...
 
-    def start(self, worker: RoleWorker) -> str:
-        """Start the process of its life. Why it has to wait; empty: it was started."""
+    def start(self, worker: RoleWorker, avoid: Collection[str]) -> str:
+        """Start the process of its life, on none of the nodes `avoid` if there is another one.
+
+        Why it has to wait; empty: it was started.
+        """
         ...
 
     def end(self, rank: int, life: int) -> None:
-        """Kill a process. When this returns it is gone, or cannot do anything any more. `ended` does not tell of it."""
+        """Kill a process, and wait until it is gone, if its node answers. `ended` does not tell of it."""
         ...
 
     def outcome(self, rank: int, life: int) -> EndedWorker:

@@ -85,7 +85,7 @@ class SubMaster:
                 self._end_former(table)
                 lives = self._platform.lives()
                 for worker in table.workers:
-                    self._keep(worker, lives.get(worker.rank))
+                    self._keep(worker, lives.get(worker.rank), table.avoid)
         finally:
             for thread in self._threads:
                 thread.stopping.set()
@@ -112,7 +112,7 @@ class SubMaster:
             if self._trains and worker.former and worker.state is p.WorkerState.INITIAL:
                 self._exited(worker.former)
 
-    def _keep(self, worker: p.RoleWorker, runs: int | None) -> None:
+    def _keep(self, worker: p.RoleWorker, runs: int | None, avoid: tuple[str, ...]) -> None:
         """Make what runs equal to what is listed. A list may be old: the master refuses what is too late.
 
         `runs`: the life that runs now, if one does.
@@ -127,13 +127,13 @@ class SubMaster:
                 self._seen.add(place)
                 self._report_all(self._platform.outcome(*place))
         elif self._waiting.get(place, 0.0) <= time.monotonic():
-            self._start(worker)
+            self._start(worker, avoid)
 
-    def _start(self, worker: p.RoleWorker) -> None:
+    def _start(self, worker: p.RoleWorker, avoid: tuple[str, ...]) -> None:
         place = (worker.rank, worker.life)
         self._waiting = {one: at for one, at in self._waiting.items() if one[0] != worker.rank}
         try:
-            missing = self._platform.start(worker)
+            missing = self._platform.start(worker, avoid)
         except Exception as error:  # of the platform: the master shows it, and ends the job if it lasts
             log.exception("job %s: %s %d could not be started", self._job, self._role, worker.rank)
             missing = f"{type(error).__name__}: {error}"

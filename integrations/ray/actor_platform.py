@@ -10,13 +10,14 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.cluster_state import actor_name, actor_options
@@ -70,12 +71,23 @@ class RayWorkers:
                     self._follow(rank, life, cluster_state.actor(self._name(rank, life)))
         return found
 
-    def start(self, worker: RoleWorker) -> str:
-        """See `WorkerPlatform`."""
+    def start(self, worker: RoleWorker, avoid: Collection[str]) -> str:
+        """See `WorkerPlatform`.
+
+        The place is the worker's bundle. Ray moves a bundle only once it has declared its node dead, which takes it 18
+        s or more; until then a worker whose node does not answer is started on another node, outside of its group.
+        """
         role, slot = self._spec.role(self._role), self._slots[self._role, worker.rank]
         group = cluster_state.group_named(group_name(self._spec, slot.group))
         if group is None:
             return "the placement group of the job is gone"
+        where: Any = PlacementGroupSchedulingStrategy(group, slot.bundle)
+        node = cluster_state.node_of(group, slot.bundle)
+        if worker.life > 1 and node is not None and self._is_bad(node, worker, avoid):
+            other = cluster_state.node_with(slot.resources, but=(node.id, *avoid))
+            if other is None:
+                return f"node {node.id[:12]} does not answer, and no other node has {_amounts(slot.resources)} free"
+            where = NodeAffinitySchedulingStrategy(other, soft=False)
         amounts = dict(slot.resources)
         known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
         amounts.pop("disk", None)
@@ -83,13 +95,18 @@ class RayWorkers:
             known["memory"] = memory
         options = actor_options(
             self._name(worker.rank, worker.life), **known, resources=amounts or None, max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),
-            runtime_env={"env_vars": self._spec.env | role.env},
+            scheduling_strategy=where, runtime_env={"env_vars": self._spec.env | role.env},
         )  # fmt: skip
         actors: Any = ray.remote(concurrency_groups={"calls": _CALLS, "run": 4})(self._worker_class)  # pyright: ignore[reportCallIssue]
         made = actors.options(**options).remote(self._spec.name, self._role, worker.rank, worker.life)
         self._follow(worker.rank, worker.life, made)
         return ""
+
+    def _is_bad(self, node: cluster_state.RayNode, worker: RoleWorker, avoid: Collection[str]) -> bool:
+        """`node` is to be avoided, is gone, or hangs: then a worker there was silent."""
+        if node.id[:12] in avoid or not cluster_state.answers(node):
+            return True
+        return worker.reason.startswith(WorkerCause.SILENT.value) and not cluster_state.runs_tasks(node)
 
     def _follow(self, rank: int, life: int, made: Any) -> None:
         reference = made.run.remote()
@@ -210,8 +227,9 @@ class RayMasters:
 
     def _hold(self, role: str) -> None:
         options = actor_options(
-            actor_name(self._spec.name, "sub-master", role), num_cpus=0, max_restarts=-1, max_concurrency=4
-        )
+            actor_name(self._spec.name, "sub-master", role), num_cpus=0, max_restarts=-1, max_concurrency=4,
+            scheduling_strategy=cluster_state.at_the_head(),
+        )  # fmt: skip
         text = msgspec.json.encode(self._submission)
         made = ray.remote(self._class).options(**options).remote(text, role)
         with self._lock:

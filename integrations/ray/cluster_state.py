@@ -1,26 +1,31 @@
 """What a job keeps in the cluster itself: small values by name, its actors, and its placement groups.
 
-The only module that uses Ray's internal key-value store, which is private. It is lost with the head node, unless the
-cluster's GCS keeps it in Redis.
+The only module that uses private parts of Ray: its internal key-value store, and the free resources of each node. What
+is stored is lost with the head node, unless the cluster keeps it in Redis.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import ray
+from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dlrover_hooks.protocol import Roles
 
 NAMESPACE = "dlrover_hooks"
-_GONE_S = 15.0
+_GONE_S, _CONNECT_S, _TASK_S = 15.0, 1.0, 3.0
+_HEAD = "node:__internal_head__"
 
 
 class JobMaster(msgspec.Struct, frozen=True):
@@ -132,3 +137,67 @@ def remove_groups(names: Iterator[str]) -> None:
     for name in names:
         if (group := group_named(name)) is not None:
             remove_placement_group(group)
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------------
+
+
+class RayNode(msgspec.Struct, frozen=True):
+    """A node that Ray takes for alive. `address`: of its raylet."""
+
+    id: str
+    address: tuple[str, int]
+
+
+def nodes() -> dict[str, RayNode]:
+    """By id."""
+    found = (one for one in ray.nodes() if one["Alive"])
+    return {one["NodeID"]: RayNode(one["NodeID"], (one["NodeManagerAddress"], one["NodeManagerPort"])) for one in found}
+
+
+def at_the_head() -> Any:
+    """Where the masters of a job run: with the node that keeps the cluster's own state, if it is there."""
+    head = next((one["NodeID"] for one in ray.nodes() if one["Alive"] and _HEAD in one["Resources"]), None)
+    return NodeAffinitySchedulingStrategy(head, soft=True) if head is not None else "DEFAULT"
+
+
+def node_of(group: PlacementGroup, bundle: int) -> RayNode | None:
+    """The node of a bundle; None: it has none at the moment."""
+    table: dict[str, Any] = placement_group_table(group)
+    return nodes().get(table.get("bundles_to_node_id", {}).get(bundle, ""))
+
+
+def answers(node: RayNode) -> bool:
+    """Its raylet accepts connections. That of a node that hangs does, too."""
+    try:
+        with socket.create_connection(node.address, timeout=_CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def runs_tasks(node: RayNode) -> bool:
+    """Its raylet starts tasks."""
+    where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    task = ray.remote(_nothing).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    try:
+        ray.get(task, timeout=_TASK_S)
+    except RayError:
+        ray.cancel(task, force=True)
+        return False
+    return True
+
+
+def _nothing() -> None:
+    pass
+
+
+def node_with(resources: dict[str, float], but: tuple[str, ...]) -> str | None:
+    """The id of a node that has these free, and answers. `but`: ids, or their first 12 characters."""
+    free: dict[str, dict[str, float]] = available_resources_per_node()
+    for node in nodes().values():
+        has = free.get(node.id, {})
+        room = all(has.get(name, 0.0) >= amount for name, amount in resources.items() if name != "disk")
+        if room and node.id not in but and node.id[:12] not in but and answers(node):
+            return node.id
+    return None

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
@@ -44,10 +43,12 @@ def submit(spec: JobSpec, *, address: str | None = None) -> RayJob:
     _connect(address)
     _clear_leftovers(spec)
     submission = Submission(spec, uuid.uuid4().hex, secrets.token_hex(16))
-    head = next((one["NodeID"] for one in ray.nodes() if "node:__internal_head__" in one["Resources"]), None)
-    where = NodeAffinitySchedulingStrategy(head, soft=True) if head is not None else "DEFAULT"
     options = actor_options(
-        actor_name(spec.name, "prime"), num_cpus=0, max_restarts=-1, max_concurrency=4, scheduling_strategy=where
+        actor_name(spec.name, "prime"),
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=4,
+        scheduling_strategy=cluster_state.at_the_head(),
     )
     ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(submission))
     return RayJob(submission)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Collection
 
 import msgspec
 
@@ -61,8 +62,9 @@ class LocalWorkers:
             found[rank] = max(life, found.get(rank, 0))
         return found
 
-    def start(self, worker: RoleWorker) -> str:
-        """See `WorkerPlatform`."""
+    def start(self, worker: RoleWorker, avoid: Collection[str]) -> str:
+        """See `WorkerPlatform`. There is one node."""
+        del avoid
         place = WorkerPlace(
             self._spec.name,
             worker.role,

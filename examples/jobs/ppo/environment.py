@@ -1,6 +1,7 @@
 """The roles without a model: `prompts` serves text by position, and `reward` says what an answer is worth.
 
-The text is Python's own standard library. A prompt is 16 characters of it; the right answer is the kind of the next one.
+The text is Python's own standard library. A prompt is 16 characters of it, and the right answer is the kind of the
+character after them.
 """
 
 import sysconfig

@@ -3,9 +3,21 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Line = dict[str, Any]
+
+
+class Kill(NamedTuple):
+    """`target`: `ROLE RANK`. `step`: the newest one then. `at`: when, as `time.time` has it."""
+
+    target: str
+    step: int
+    at: float
+
+
+FAILURES = ("lost", "replace", "rejoin", "role", "job", "fail")
+"""Kinds of events: a worker was lost, and what its role's policy was."""
 
 
 def rounds(folder: Path) -> dict[int, list[Line]]:
@@ -34,10 +46,10 @@ def lineage(folder: Path) -> dict[int, list[Line]]:
     return dict(sorted(steps.items()))
 
 
-def problems(folder: Path, status: Any, kills: list[str], config: dict[str, int], trainers: int = 2) -> list[str]:
-    """What is not as promised. `kills`: the killed workers, as `ROLE RANK`, in order."""
-    found, steps = [], lineage(folder)
-    batches = config["epochs"] * -(-config["prompts"] // (32 * trainers))
+def problems(folder: Path, status: Any, kills: list[Kill], config: dict[str, int], trainers: int = 2) -> list[str]:
+    """What is not as promised."""
+    steps, batches = lineage(folder), config["epochs"] * -(-config["prompts"] // (32 * trainers))
+    found = []
     if list(steps) != [config["updates"] * number for number in range(batches)]:
         found.append(f"{len(steps)} batches were trained, the last one at step {max(steps)}, not {batches}")
     if any(len(lines) != trainers for lines in steps.values()):
@@ -46,16 +58,14 @@ def problems(folder: Path, status: Any, kills: list[str], config: dict[str, int]
         lines = [line for of in steps.values() for line in of if line["epoch"] == epoch]
         seen = Counter(position for line in lines for position in line["positions"])
         if seen != Counter(range(config["prompts"])):
-            found.append(f"epoch {epoch}: {len(seen)} positions were seen, in all {seen.total()} times")
-    lost = [f"{one.role} {one.rank}" for one in status.events if one.kind == "lost"]
-    if lost != kills:
-        found.append(f"the events say that these were lost: {lost}")
-    for one in status.events:
-        if one.kind in ("replace", "rejoin") and one.kind != ("rejoin" if one.role == "trainer" else "replace"):
-            found.append(f"{one.role} {one.rank}: {one.kind}")
-    if any(one.kind in ("role", "job") for one in status.events):
-        found.append("more than the killed worker was started again")
+            found.append(f"epoch {epoch}: {len(seen)} positions were trained, {seen.total()} times in all")
+    policy = {"trainer": "rejoin", "rollout": "replace"}
+    expected = [(kind, kill.target) for kill in kills for kind in ("lost", policy[kill.target.split()[0]])]
+    events = [(one.kind, f"{one.role} {one.rank}") for one in status.events if one.kind in FAILURES]
+    if events != expected:
+        found.append(f"the events are {events}")
+    targets = [kill.target for kill in kills]
     for one in status.workers:
-        if one.life != 1 + kills.count(f"{one.role} {one.rank}"):
+        if one.life != 1 + targets.count(f"{one.role} {one.rank}"):
             found.append(f"{one.role} {one.rank} is at life {one.life}")
     return found

@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from evidence import Kill
 from matplotlib.axes import Axes
 
 KILLED = {"trainer": "#c92a2a", "rollout": "#e8590c"}
@@ -19,21 +20,22 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def draw(trained: dict[int, list[dict[str, Any]]], workers: Any, kills: list[tuple[int, str]], out: Path) -> None:
+def draw(trained: dict[int, list[dict[str, Any]]], workers: Any, kills: list[Kill], out: Path) -> None:
     """Save it as `out`.
 
-    trained: the records by step. workers: as `JobHandle.status` lists them. kills: killed workers, by step.
+    trained: the records by step. workers: as `JobHandle.status` lists them. kills: in order.
     """
     figure, (top, lanes) = plt.subplots(2, sharex=True, figsize=(10, 6.2), height_ratios=(5, 3), layout="constrained")
     rewards = {step: mean([line["reward"] for line in lines]) for step, lines in trained.items()}
     draw_rewards(top, list(rewards), list(rewards.values()))
-    for step, target in kills:
-        colour = KILLED[target.split()[0]]
-        times = [mean([line["at"] for line in trained[near]]) for near in trained if abs(near - step) <= 6]
-        text = f"kill -9 {target}\npause {max(after - before for before, after in pairwise(times)):.1f} s"
-        top.axvline(step, color=colour, linestyle=(0, (4, 3)), linewidth=1)
-        top.annotate(text, (step, 0.99), (-3, 0), ("data", "axes fraction"), "offset points", rotation=90, va="top",
-                     ha="right", fontsize=9, linespacing=1.2, color=colour)  # fmt: skip
+    times = [mean([line["at"] for line in lines]) for lines in trained.values()]
+    for kill in kills:
+        colour = KILLED[kill.target.split()[0]]
+        pauses = [after - before for before, after in pairwise(times) if before < kill.at + 1 and after > kill.at]
+        text = f"kill -9 {kill.target}\npause {max(pauses, default=0):.1f} s"
+        top.axvline(kill.step, color=colour, linestyle=(0, (4, 3)), linewidth=1)
+        style: dict[str, Any] = {"rotation": 90, "va": "top", "ha": "right", "fontsize": 9, "color": colour}
+        top.annotate(text, (kill.step, 0.99), (-3, 0), ("data", "axes fraction"), "offset points", **style)
     draw_lives(lanes, [f"{one.role} {one.rank}" for one in workers], kills, max(trained))
     figure.suptitle(f"{len(kills)} workers are killed, and each of the {len(trained)} batches is trained once", x=0.5)
     for axis in (top, lanes):
@@ -50,10 +52,10 @@ def draw_rewards(axis: Axes, steps: list[int], rewards: list[float]) -> None:
     axis.legend(loc="lower right", framealpha=1, edgecolor="none")
 
 
-def draw_lives(axis: Axes, names: list[str], kills: list[tuple[int, str]], end: int) -> None:
+def draw_lives(axis: Axes, names: list[str], kills: list[Kill], end: int) -> None:
     """A bar for each process, with the number of its life."""
     for lane, name in enumerate(names):
-        starts = [0, *(step for step, target in kills if target == name)]
+        starts = [0, *(kill.step for kill in kills if kill.target == name)]
         for life, (start, stop) in enumerate(pairwise([*starts, end]), 1):
             colour = LIVES[min(life, len(LIVES)) - 1]
             axis.barh(lane, stop - start, 0.7, start, color=colour)

@@ -1,5 +1,6 @@
 """The policy, and what PPO minimizes."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ class Policy(nn.Module):
         self.head = nn.Linear(64, len(KINDS) + 2)
 
     def forward(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """For texts [batch, CONTEXT]: the logarithm of each kind's probability [batch, kinds], and the expected reward."""
+        """For texts [batch, CONTEXT]: logarithms of the kinds' probabilities [batch, kinds], and expected rewards."""
         out = self.head(self.hidden(self.embed(texts).flatten(1)).tanh())
         return out[:, :-1].log_softmax(-1), out[:, -1]
 
@@ -32,3 +33,8 @@ def ppo_loss(policy: nn.Module, texts: Tensor, kinds: Tensor, before: Tensor, re
     clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
     entropy = -(logs.exp() * logs).sum(-1).mean()
     return nn.functional.mse_loss(expected, rewards) / 2 - clipped - 0.01 * entropy
+
+
+def checksum(policy: nn.Module) -> str:
+    weights = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+    return f"{zlib.crc32(weights.numpy().tobytes()):08x}"

@@ -3,12 +3,11 @@
 import json
 import os
 import time
-import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from policy import Policy, encoded, ppo_loss
+from policy import Policy, checksum, encoded, ppo_loss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,12 +25,11 @@ def rollout() -> None:
         held[0] = version, policy
 
     def generate(rows: list[Any], version: int) -> list[Any]:
-        """(kind, logarithm of its probability) for each row. The same call has the same answer: chance is seeded."""
+        """(kind, logarithm of its probability) for each row: the same ones if the call is repeated."""
         has, policy = held[0]
         if has != version:
-            return [None] * len(rows)  # this process is newer than the last `load`
-        with torch.no_grad():
-            logs, _ = policy(encoded(rows))
+            return [None] * len(rows)  # this process began after the last `load`
+        logs = policy(encoded(rows))[0].detach()
         chance = torch.Generator().manual_seed(version * 1_000_003 + rows[0][0])
         kinds = torch.multinomial(logs.exp(), 1, generator=chance)
         return list(zip(kinds[:, 0].tolist(), logs.gather(1, kinds)[:, 0].tolist(), strict=True))
@@ -71,8 +69,7 @@ def trainer() -> None:
                     ppo_loss(policy, *experience).backward()
                     optimizer.step()
         if dist.get_rank() == 0:
-            weights = torch.cat([one.detach().flatten() for one in policy.parameters()]).numpy()
-            print(f"step {saved.step}: the weights have the checksum {zlib.crc32(weights.tobytes()):08x}", flush=True)
+            print(f"step {saved.step}: the weights have the checksum {checksum(policy)}", flush=True)
     dist.destroy_process_group()
 
 

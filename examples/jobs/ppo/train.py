@@ -1,9 +1,9 @@
-"""PPO on a CPU: `trainer` and `rollout` have two workers each, `prompts` and `reward` one. The job is made in template.py.
+"""PPO as a job of four roles: two workers train, two answer prompts, one serves prompts, one rewards answers.
 
     python examples/jobs/ppo/train.py --kills
 
-With --kills six workers are killed at different times (kill -9). Exit code 1 if a position was not trained once in each
-epoch, a step is missing, or more than the killed workers was started again.
+With --kills six workers are killed at different times (kill -9). Exit code 1 if a prompt was not trained once in each
+epoch, a step is missing, or more was started again than the killed workers.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evidence import lineage, newest_step, problems
+from evidence import Kill, lineage, newest_step, problems
 from picture import draw
 from template import ppo
 
-from dlrover_hooks.protocol import WorkerState
+from dlrover_hooks.protocol import JobPhase, WorkerState
 
 KILLS = {0.1: "rollout 0", 0.25: "trainer 1", 0.4: "rollout 1", 0.55: "trainer 0", 0.7: "rollout 0", 0.85: "trainer 1"}
 """By the part of the steps that are made before."""
@@ -33,16 +33,16 @@ def shoot(handle: Any, target: str) -> bool:
     return target in running
 
 
-def run(handle: Any, folder: Path, steps: int, kills: dict[float, str]) -> tuple[int, list[tuple[int, str]]]:
-    """The exit code of the job, and the kills by step."""
+def run(handle: Any, folder: Path, steps: int, kills: dict[float, str]) -> list[Kill]:
+    """Kill workers until all of `kills` are done, or the job is over."""
     done, left = [], list(kills.items())
-    while left and handle.status().phase.value == "running":
+    while left and handle.status().phase is JobPhase.RUNNING:
         step = newest_step(folder)
         if step >= left[0][0] * steps and shoot(handle, left[0][1]):
-            done.append((step, left.pop(0)[1]))
-            print(f"step {step}: kill -9 {done[-1][1]}", flush=True)
-        time.sleep(0.02)
-    return handle.wait(), done
+            done.append(Kill(left.pop(0)[1], step, time.time()))
+            print(f"step {step}: kill -9 {done[-1].target}", flush=True)
+        time.sleep(0.05)
+    return done
 
 
 def main(given: argparse.Namespace) -> None:
@@ -51,14 +51,14 @@ def main(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.time()
         handle = ppo().config(config, folder=name).build().submit(backend=given.backend, wait=False)
-        code, kills = run(handle, folder, steps, KILLS if given.kills else {})
-        status = handle.status()
-        wrong = [] if code == 0 else [f"exit code {code}: {status.reason}"]
-        wrong += problems(folder, status, [target for _, target in kills], config)
-        trained = lineage(folder)
+        kills = run(handle, folder, steps, KILLS if given.kills else {})
+        code, status, trained = handle.wait(), handle.status(), lineage(folder)
+        wrong = [f"exit code {code}: {status.reason}"] if code else problems(folder, status, kills, config)
+    made, seen = len(trained) * config["updates"], sum(len(line["positions"]) for of in trained.values() for line in of)
+    print(f"{made} of {steps} steps, {seen} answers, {len(kills)} kills, {time.time() - began:.0f} s", flush=True)
+    if trained:
         draw(trained, status.workers, kills, given.out)
-    seen = sum(len(line["positions"]) for lines in trained.values() for line in lines)
-    print(f"{len(trained) * config['updates']} of {steps} policy steps, {seen} answers, {len(kills)} kills, {time.time() - began:.0f} s; {given.out}")
+        print(given.out)
     sys.exit("\n".join(wrong) or 0)
 
 
