@@ -332,3 +332,32 @@ def test_the_parameter_server_demo_scales_and_survives(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert ", 0 missing," in done.stdout
     assert picture.stat().st_size > 10_000
+
+
+def job_of_roles(folder: Path, script: str, *options: str) -> str:
+    """What an example of `examples/jobs` printed, started in `folder`."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
+    env |= {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(folder)}
+    command = [sys.executable, str(ROOT / "examples/jobs" / script), *options]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_ppo_example_loses_six_workers_and_no_prompt(tmp_path: Path) -> None:
+    """The script itself checks the prompts, the steps and the events. The weights are those of the undisturbed run."""
+    calm = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "1920")
+    struck = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "1920", "--kills")
+    assert len(re.findall("kill -9 (?:rollout|trainer)", struck)) == 6
+    assert "120 of 120 steps, 3840 answers, 6 kills" in struck
+    assert checksum(calm) == checksum(struck), struck
+    assert (tmp_path / "build/ppo.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_sft_example_learns(tmp_path: Path) -> None:
+    said = job_of_roles(tmp_path, "sft/train.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]
+    assert len(losses) == 2, said
+    assert losses[1] < losses[0] - 0.3, said

@@ -141,7 +141,7 @@ class SubMaster:
             self._seen.add(place)
             return
         self._waiting[place] = time.monotonic() + _WAIT_S
-        if missing != worker.reason:
+        if missing != worker.waits:
             self._tell(p.WorkerWaits(self._job, self._client.incarnation, self._role, *place, missing))
 
     # ---- ends --------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class Worker:
 
     def _beat(self) -> None:
         request, heard = p.Heartbeat(self.place.job, self._client.incarnation), time.monotonic()
-        while not self._beats.stopping.wait(_BEAT_S):
+        while not self._beats.stopping.is_set():  # the first one at once: it begins the lease
             try:
                 self._client.call(request, timeout_s=_BEAT_S)
                 heard = time.monotonic()
@@ -180,6 +180,7 @@ class Worker:
             except MasterError as error:
                 self._refused(error)
                 return
+            self._beats.stopping.wait(_BEAT_S)
 
     def _noticed(self, notice: p.Notice) -> None:
         if notice.finished:

@@ -183,8 +183,8 @@ class StopRoles(Message, frozen=True):
 
 
 class RoleWorker(Message, frozen=True):
-    """One worker. `reason`: why the life before it ended, or what its start waits for. `former`: the incarnation of the
-    process before this one.
+    """One worker. `reason`: why the life before it ended. `waits`: what its start waits for. `former`: the incarnation
+    of the process before this one.
     """
 
     role: str
@@ -196,6 +196,7 @@ class RoleWorker(Message, frozen=True):
     pid: Count = 0
     address: str = ""
     reason: str = ""
+    waits: str = ""
     former: str = ""
 
 

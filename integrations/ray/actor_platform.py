@@ -188,6 +188,8 @@ class RayMasters:
         self._lock = threading.Lock()
         self._held = dict[Any, str]()
         """Roles by the reference that fails when their SubMaster ends."""
+        self._back = dict[Any, str]()
+        """Roles by the reference that is ready when their SubMaster is back."""
 
     def begin(self) -> bool:
         """See `MasterPlatform`."""
@@ -225,21 +227,23 @@ class RayMasters:
         has = "; ".join(_amounts({k: v for k, v in one["Resources"].items() if ":" not in k}) for one in nodes[:4])
         return f"{'; '.join(waiting)}. The cluster has {len(nodes)} nodes: {has}"
 
-    def _hold(self, role: str) -> None:
+    def _hold(self, role: str, *, again: bool = False) -> None:
+        """Start the SubMaster of a role, unless it runs, and notice its end. `again`: it has ended before."""
         options = actor_options(
             actor_name(self._spec.name, "sub-master", role), num_cpus=0, max_restarts=-1, max_concurrency=4,
             scheduling_strategy=cluster_state.at_the_head(),
         )  # fmt: skip
-        text = msgspec.json.encode(self._submission)
-        made = ray.remote(self._class).options(**options).remote(text, role)
+        made = ray.remote(self._class).options(**options).remote(msgspec.json.encode(self._submission), role)
         with self._lock:
             if role not in self._held.values():
                 self._held[made.hold.remote()] = role
+                if again:
+                    self._back[made.ping.remote()] = role
 
     def restarted(self, timeout_s: float) -> list[str]:
         """See `MasterPlatform`."""
         with self._lock:
-            references = list(self._held)
+            references = [*self._held, *self._back]
         if not references:
             time.sleep(min(timeout_s, _TURN_S / 5))
             return []
@@ -247,14 +251,14 @@ class RayMasters:
         found = list[str]()
         for one in ready:
             with self._lock:
-                role = self._held.pop(one, None)
-            if role is None:
-                continue
+                held, back = self._held.pop(one, None), self._back.pop(one, None)
             try:
-                ray.get(one, timeout=_KILL_S)  # it ends with the job
+                ray.get(one, timeout=_KILL_S)  # `hold` ends with the job
             except RayError:
-                self._hold(role)
-                found.append(role)
+                if held is not None:
+                    self._hold(held, again=True)
+            else:
+                found += [back] if back is not None else []
         return found
 
     def finish(self, roles: Roles) -> None:

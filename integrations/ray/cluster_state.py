@@ -158,7 +158,7 @@ def nodes() -> dict[str, RayNode]:
 def at_the_head() -> Any:
     """Where the masters of a job run: with the node that keeps the cluster's own state, if it is there."""
     head = next((one["NodeID"] for one in ray.nodes() if one["Alive"] and _HEAD in one["Resources"]), None)
-    return NodeAffinitySchedulingStrategy(head, soft=True) if head is not None else "DEFAULT"
+    return NodeAffinitySchedulingStrategy(head, soft=False) if head is not None else "DEFAULT"
 
 
 def node_of(group: PlacementGroup, bundle: int) -> RayNode | None:

@@ -37,7 +37,7 @@ def draw(trained: dict[int, list[dict[str, Any]]], workers: Any, kills: list[Kil
         style: dict[str, Any] = {"rotation": 90, "va": "top", "ha": "right", "fontsize": 9, "color": colour}
         top.annotate(text, (kill.step, 0.99), (-3, 0), ("data", "axes fraction"), "offset points", **style)
     draw_lives(lanes, [f"{one.role} {one.rank}" for one in workers], kills, max(trained))
-    figure.suptitle(f"{len(kills)} workers are killed, and each of the {len(trained)} batches is trained once", x=0.5)
+    figure.suptitle(f"{len(kills)} workers are killed; each of the {len(trained)} batches is in the model once")
     for axis in (top, lanes):
         axis.spines[["top", "right"]].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ def failed(
     policy = rules.on_failure
     if cause is WorkerCause.WRONG_SETTING:
         over = "a restart does not help"
+    elif cause is WorkerCause.NEVER_STARTED and not worker.former:
+        over = "there never was a place for it"
     elif policy is FailurePolicy.FAIL:
         over = f"on_failure of role {worker.role!r} is 'fail'"
     if not over:

@@ -80,7 +80,7 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
     if worker.state is WorkerState.DONE or worker.incarnation not in ("", event.incarnation):
         raise Stale(f"{_name(worker)} of job {job.name!r} is process {worker.incarnation!r}.", hint=_END)
     if worker.state is WorkerState.INITIAL:
-        worker.state, worker.incarnation, worker.reason = WorkerState.RUNNING, event.incarnation, ""
+        worker.state, worker.incarnation, worker.waits = WorkerState.RUNNING, event.incarnation, ""
         worker.node, worker.pid, worker.address = event.node, event.pid, event.address
         roles.incarnations[event.incarnation] = (worker.role, worker.rank)
         note(roles, now, "running", worker, detail=f"node {event.node}, pid {event.pid}")
@@ -127,8 +127,8 @@ def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
     if worker is None:
         raise _unknown(job, event.role, event.rank)
     reason = event.reason[:_MOST_TEXT]
-    if worker.life == event.life and worker.state is WorkerState.INITIAL and worker.reason != reason:
-        worker.reason = reason
+    if worker.life == event.life and worker.state is WorkerState.INITIAL and worker.waits != reason:
+        worker.waits = reason
         note(roles, now, "waits", worker, detail=reason)
         _follow(job, roles, now, effects)
     return Done()
@@ -184,7 +184,7 @@ def tick(job: Job, now: float, effects: Effects) -> None:
     for worker in [one for of in roles.workers.values() for one in of]:
         if not roles.over and worker.state is WorkerState.INITIAL and worker.due <= now:
             detail = f"it was not up after {roles.budgets.ready_s:g} s"
-            detail += f" ({worker.reason})" if worker.reason else ""
+            detail += f": {worker.waits}" if worker.waits else ""
             _failed(job, roles, worker, WorkerCause.NEVER_STARTED, detail, now, recovers=True)
     _follow(job, roles, now, effects)
 

@@ -35,6 +35,7 @@ class WorkerRecord(msgspec.Struct):
     pid: int = 0
     address: str = ""
     reason: str = ""
+    waits: str = ""
     former: str = ""
     """The incarnation of the process before this one."""
     due: float = math.inf
@@ -132,6 +133,7 @@ def begin_life(roles: RoleJob, worker: WorkerRecord, now: float, reason: str) ->
     roles.incarnations.pop(worker.incarnation, None)
     worker.life += 1
     worker.state, worker.reason, worker.due = WorkerState.INITIAL, reason, now + roles.budgets.ready_s
+    worker.waits = ""
     worker.former = worker.incarnation or worker.former
     worker.incarnation, worker.address, worker.node, worker.pid = "", "", "", 0
 
@@ -191,6 +193,7 @@ def _shown(one: WorkerRecord) -> RoleWorker:
         one.pid,
         one.address,
         one.reason,
+        one.waits,
         one.former,
     )
 
