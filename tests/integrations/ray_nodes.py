@@ -11,6 +11,11 @@ from typing import Any
 
 import psutil
 
+from dlrover_hooks import protocol as p
+from dlrover_hooks.job import DLJobBuilder
+from tests.waiting import until
+
+ROLES = "tests.contracts.job_roles"
 REPOSITORY = Path(__file__).parents[2]
 EDGE = "edge"
 """A resource of every node but the head. A worker that needs it never runs beside the masters."""
@@ -63,3 +68,17 @@ def several_nodes(edges: int, *, each: int = 1) -> Iterator[Nodes]:
     finally:
         ray.shutdown()
         made.cluster.shutdown()
+
+
+def job(folder: Path, name: str = "job") -> DLJobBuilder:
+    return DLJobBuilder(name).config(folder=str(folder)).env(PYTHONPATH=str(REPOSITORY))
+
+
+def runs(handle: Any, role: str, rank: int, life: int = 1) -> p.RoleWorker:
+    def found() -> p.RoleWorker | None:
+        for one in handle.status().workers:
+            if (one.role, one.rank, one.life, one.state) == (role, rank, life, p.WorkerState.RUNNING):
+                return one
+        return None
+
+    return until(found, f"life {life} of {role} {rank} runs", 120.0, diagnostic=lambda: handle.status().events)

@@ -11,12 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dlrover_hooks import protocol as p
-from dlrover_hooks.job import DLJobBuilder
-from tests.integrations.ray_nodes import EDGE, REPOSITORY, Nodes, several_nodes
+from tests.integrations.ray_nodes import EDGE, ROLES, Nodes, job, runs, several_nodes
 from tests.waiting import until
 
-ROLES = "tests.contracts.job_roles"
 pytestmark = pytest.mark.slow
 
 
@@ -24,20 +21,6 @@ pytestmark = pytest.mark.slow
 def two_edges() -> Iterator[Nodes]:
     with several_nodes(2) as nodes:
         yield nodes
-
-
-def job(folder: Path, name: str = "job") -> DLJobBuilder:
-    return DLJobBuilder(name).config(folder=str(folder)).env(PYTHONPATH=str(REPOSITORY))
-
-
-def runs(handle: Any, role: str, rank: int, life: int = 1) -> p.RoleWorker:
-    def found() -> p.RoleWorker | None:
-        for one in handle.status().workers:
-            if (one.role, one.rank, one.life, one.state) == (role, rank, life, p.WorkerState.RUNNING):
-                return one
-        return None
-
-    return until(found, f"life {life} of {role} {rank} runs", 120.0, diagnostic=lambda: handle.status().events)
 
 
 def edge_job(folder: Path) -> Any:
@@ -65,6 +48,7 @@ def test_a_worker_of_a_node_that_hangs_goes_on_and_the_old_process_ends_when_it_
 ) -> None:
     handle = edge_job(tmp_path)
     first = runs(handle, "server", 0)
+    runs(handle, "main", 0)
     orphan = psutil.Process(first.pid)
     stopped = two_edges.hang(two_edges.of(first.node))
     try:
@@ -79,31 +63,6 @@ def test_a_worker_of_a_node_that_hangs_goes_on_and_the_old_process_ends_when_it_
         for one in stopped:
             if one.is_running():
                 os.kill(one.pid, signal.SIGCONT)
-
-
-@pytest.fixture(scope="module")
-def one_node() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: Path, one_node: None) -> None:
-    wants = job(tmp_path, "wide").ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).resource(cpu=3, tpu_v9=1)
-    handle = wants.build().submit(backend="ray", wait=False)
-    assert handle.wait(60) == 1
-    reason = handle.status().reason
-    for word in ("never_started", "after 3 s", "2 places", "tpu_v9 1", "1 nodes"):
-        assert word in reason
-
-
-def test_workers_that_are_to_be_apart_need_as_many_nodes(tmp_path: Path, one_node: None) -> None:
-    wants = job(tmp_path, "apart").nodes(2).ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).spread("main")
-    handle = wants.build().submit(backend="ray", wait=False)
-    assert handle.wait(60) == 1
-    assert "each on another node" in handle.status().reason
 
 
 @pytest.mark.requirement("DL-9", "DL-19")
@@ -124,33 +83,3 @@ def test_workers_that_are_collocated_share_a_node_and_a_device(tmp_path: Path) -
         assert all(actor == rollout for actor, rollout in where)
         assert {nodes.of(actor).node_id for actor, _ in where} == {one.node_id for one in nodes.edges}
         assert handle.stop() == 130
-
-
-def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_node: None) -> None:
-    import ray
-
-    from dlrover_hooks.integrations.ray import cluster_state
-
-    handle = job(tmp_path, "again").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
-    old = runs(handle, "main", 0)
-    cluster_state.kill("again/prime")  # for good: nothing looks after this job any more
-    cluster_state.forget("again")
-    until(lambda: "again/prime" not in cluster_state.actor_names("again/"), "the PrimeMaster is gone")
-    second = job(tmp_path, "again").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
-    new = runs(second, "main", 0)
-    assert new.pid != old.pid
-    until(lambda: not psutil.pid_exists(old.pid), "the old worker is gone")
-    (tmp_path / "end").touch()
-    assert second.wait(60) == 0
-    assert ray.is_initialized()
-
-
-def test_a_job_is_found_again_by_its_name(tmp_path: Path, one_node: None) -> None:
-    from dlrover_hooks.integrations.ray import attach
-
-    handle = job(tmp_path, "named").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
-    again = attach("named")
-    assert (again.url, again.token) == (handle.url, handle.token)
-    assert again.stop("found") == 130
-    assert handle.wait(30) == 130
-    assert handle.status().reason == "found"

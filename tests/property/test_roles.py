@@ -247,7 +247,7 @@ class JobOfRoles(RuleBasedStateMachine):
         for which, cause, recovers in crashes:
             self.register_all()
             self.end(which, 0, cause, recovers, 1)
-            self.now += 5.0
+            self.pass_time(5.0)
 
     @rule(which=PICK, back=BACK, times=st.sampled_from([1, 1, 2]))
     def done(self, which: int, back: int, times: int) -> None:

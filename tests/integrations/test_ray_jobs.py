@@ -1,0 +1,69 @@
+"""Jobs on a Ray cluster of one node: places that are not there, what an earlier job left, and finding a job again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integrations.ray_nodes import ROLES, job, runs
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def one_node() -> Iterator[None]:
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: Path, one_node: None) -> None:
+    wants = job(tmp_path, "wide").ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).resource(cpu=3, tpu_v9=1)
+    handle = wants.build().submit(backend="ray", wait=False)
+    assert handle.wait(60) == 1
+    reason = handle.status().reason
+    for word in ("never_started", "after 3 s", "2 places", "tpu_v9 1", "1 nodes"):
+        assert word in reason
+
+
+def test_workers_that_are_to_be_apart_need_as_many_nodes(tmp_path: Path, one_node: None) -> None:
+    wants = job(tmp_path, "apart").nodes(2).ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).spread("main")
+    handle = wants.build().submit(backend="ray", wait=False)
+    assert handle.wait(60) == 1
+    assert "each on another node" in handle.status().reason
+
+
+def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_node: None) -> None:
+    import ray
+
+    from dlrover_hooks.integrations.ray import cluster_state
+
+    handle = job(tmp_path, "again").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
+    old = runs(handle, "main", 0)
+    cluster_state.kill("again/prime")  # for good: nothing looks after this job any more
+    cluster_state.forget("again")
+    until(lambda: "again/prime" not in cluster_state.actor_names("again/"), "the PrimeMaster is gone")
+    second = job(tmp_path, "again").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
+    new = runs(second, "main", 0)
+    assert new.pid != old.pid
+    until(lambda: not psutil.pid_exists(old.pid), "the old worker is gone")
+    (tmp_path / "end").touch()
+    assert second.wait(60) == 0
+    assert ray.is_initialized()
+
+
+def test_a_job_is_found_again_by_its_name(tmp_path: Path, one_node: None) -> None:
+    from dlrover_hooks.integrations.ray import attach
+
+    handle = job(tmp_path, "named").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
+    again = attach("named")
+    assert (again.url, again.token) == (handle.url, handle.token)
+    assert again.stop("found") == 130
+    assert handle.wait(30) == 130
+    assert handle.status().reason == "found"
