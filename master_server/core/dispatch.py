@@ -106,8 +106,9 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Event
     if job.failures != failures:
         before = job.failed_at if job.failures > failures else []
         job.failed_at = [*before, *[now] * (job.failures - failures)][-MOST_FAILURE_TIMES:]
-    if key is not None and (knows(job, key.incarnation) or isinstance(event, Leave)):
-        # a sender that leaves is unknown afterwards but may repeat its request; a join without a rank is applied again
+    if key is not None and (knows(job, key.incarnation) or isinstance(event, (Leave, RestartRole))):
+        # a sender that leaves is unknown afterwards but may repeat its request, and a user is never known; a join
+        # without a rank is applied again
         channels = job.replies.setdefault(key.incarnation, {})
         channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
     return EventOutcome(reply=reply, effects=tuple(effects))

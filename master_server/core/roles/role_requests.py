@@ -31,6 +31,7 @@ from dlrover_hooks.protocol import (
 
 _MOST_TEXT = 4000
 """Characters of a text that are kept."""
+_MOST_BUDGET = 1 << 31
 _END = "End this process: another one has its place, or the job is over."
 
 
@@ -46,6 +47,8 @@ def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
         )
     _check(job, event)
     job.roles = role_state.started(event.submission, event.roles, event.budgets, event.spec, now)
+    if roles is not None:
+        role_state.follow_up(job.roles, roles)
     job.finished, job.finished_step, job.finish_written = False, None, False
     _follow(job, job.roles, now, effects)
     return role_state.view(job.roles, now)
@@ -65,8 +68,8 @@ def _check(job: Job, event: StartRoles) -> None:
         )
     limits = [event.budgets.job_restarts, event.budgets.preemptions, event.budgets.node_failures]
     limits += [limit for one in event.roles for limit in (one.worker_restarts, one.role_restarts)]
-    if min(limits) < UNLIMITED or max(limits) > 1 << 31:
-        raise BadRequest(f"A budget of job {job.name!r} is {min(limits)}.", hint="Give 0 or more, or -1 for no limit.")
+    for wrong in [one for one in limits if not UNLIMITED <= one <= _MOST_BUDGET]:
+        raise BadRequest(f"A budget of job {job.name!r} is {wrong}.", hint="Give 0 or more, or -1 for no limit.")
     if job.ps is not None or job.scaling is not None:
         raise BadRequest(
             f"Job {job.name!r} has parameter servers or planned nodes, so it has no roles.", hint="Use another name."
@@ -117,7 +120,7 @@ def _failed(
     job: Job, roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, detail: str, now: float, *, recovers: bool
 ) -> None:
     job.replies.pop(worker.incarnation, None)
-    failure_policies.failed(roles, worker, cause, detail[-_MOST_TEXT:], now, recovers=recovers)
+    failure_policies.failed(roles, worker, cause, _shortened(detail), now, recovers=recovers)
 
 
 def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
@@ -127,7 +130,8 @@ def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
     if worker is None:
         raise _unknown(job, event.role, event.rank)
     reason = event.reason[:_MOST_TEXT]
-    if worker.life == event.life and worker.state is WorkerState.INITIAL and worker.waits != reason:
+    current = not roles.over and worker.life == event.life
+    if current and worker.state is WorkerState.INITIAL and worker.waits != reason:
         worker.waits = reason
         note(roles, now, "waits", worker, detail=reason)
         _follow(job, roles, now, effects)
@@ -224,6 +228,14 @@ def _current(job: Job, roles: RoleJob, role: str, rank: int, life: int) -> Worke
     if worker.life != life:
         raise Stale(f"Life {life} of {_name(worker)} of job {job.name!r} is over: it is at {worker.life}.", hint=_END)
     return worker
+
+
+def _shortened(text: str) -> str:
+    """The first line, which names an exception, and the end of a long text."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    first, _, rest = text.partition("\n")
+    return f"{first[: _MOST_TEXT // 2]}\n...\n{rest[-_MOST_TEXT // 2 :]}"
 
 
 def _name(worker: WorkerRecord) -> str:

@@ -100,6 +100,15 @@ def started(submission: str, rules: tuple[RoleRules, ...], budgets: RoleBudgets,
     return roles
 
 
+def follow_up(roles: RoleJob, former: RoleJob) -> None:
+    """`roles` is submitted under the name of an earlier job. Lives and changes count on: a process that is left of that
+    one, and requests that wait for its changes, are not mistaken for those of this one."""
+    roles.number += former.number
+    for role, workers in roles.workers.items():
+        for worker, before in zip(workers, former.workers.get(role, []), strict=False):
+            worker.life = before.life + 1
+
+
 def note(
     roles: RoleJob,
     now: float,
