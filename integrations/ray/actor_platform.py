@@ -83,11 +83,13 @@ class RayWorkers:
             return "the placement group of the job is gone"
         where: Any = PlacementGroupSchedulingStrategy(group, slot.bundle)
         node = cluster_state.node_of(group, slot.bundle)
-        if worker.life > 1 and node is not None and self._is_bad(node, worker, avoid):
+        bad = worker.life > 1 and node is not None and self._is_bad(node, worker)
+        if node is not None and (bad or node.id[:12] in avoid):
             other = cluster_state.node_with(slot.resources, but=(node.id, *avoid))
-            if other is None:
+            if other is not None:
+                where = NodeAffinitySchedulingStrategy(other, soft=False)
+            elif bad:
                 return f"node {node.id[:12]} does not answer, and no other node has {_amounts(slot.resources)} free"
-            where = NodeAffinitySchedulingStrategy(other, soft=False)
         amounts = dict(slot.resources)
         known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
         amounts.pop("disk", None)
@@ -102,9 +104,9 @@ class RayWorkers:
         self._follow(worker.rank, worker.life, made)
         return ""
 
-    def _is_bad(self, node: cluster_state.RayNode, worker: RoleWorker, avoid: Collection[str]) -> bool:
-        """`node` is to be avoided, is gone, or hangs: then a worker there was silent."""
-        if node.id[:12] in avoid or not cluster_state.answers(node):
+    def _is_bad(self, node: cluster_state.RayNode, worker: RoleWorker) -> bool:
+        """`node` is gone, or hangs: then a worker there was silent."""
+        if not cluster_state.answers(node):
             return True
         return worker.reason.startswith(WorkerCause.SILENT.value) and not cluster_state.runs_tasks(node)
 

@@ -28,6 +28,8 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+        self.stopped: list[psutil.Process] = []
+        """Processes of nodes that hang."""
         self.edges = [self.add(each) for _ in range(edges)]
 
     def add(self, each: int = 1) -> Any:
@@ -51,6 +53,7 @@ class Nodes:
     def hang(self, node: Any) -> list[psutil.Process]:
         """As when its machine stops, and may go on later. Send SIGCONT to these processes then."""
         stopped = self.processes(node)
+        self.stopped += stopped
         for one in stopped:
             os.kill(one.pid, signal.SIGSTOP)
         return stopped

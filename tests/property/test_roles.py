@@ -166,14 +166,16 @@ class JobOfRoles(RuleBasedStateMachine):
             assert was is not None
             if was.submission == self.roles.submission:
                 self._compare(was, self.roles, event)
+            else:
+                assert was.over
+                assert self.roles.number > was.number
+                self._count_up(was, self.roles, least=1)
         return outcome.reply
 
     def _compare(self, old: RoleJob, new: RoleJob, event: p.Message) -> None:
         changed = role_state.view(old, self.now) != role_state.view(new, self.now)
         assert new.number > old.number if changed else new.number == old.number
-        before = {(one.role, one.rank): one for of in old.workers.values() for one in of}
-        for worker in (one for of in new.workers.values() for one in of):
-            assert worker.life >= before[worker.role, worker.rank].life, "lives only count up"
+        self._count_up(old, new, least=0)
         if old.over:
             assert (new.phase, new.reason, new.workers, new.failures) == (
                 old.phase, old.reason, old.workers, old.failures,
@@ -181,6 +183,13 @@ class JobOfRoles(RuleBasedStateMachine):
             assert new.events == old.events or isinstance(event, p.MasterRestarted)
         more = len(new.events) + new.dropped - len(old.events) - old.dropped
         self.events += new.events[len(new.events) - more :]
+
+    @staticmethod
+    def _count_up(old: RoleJob, new: RoleJob, least: int) -> None:
+        """The lives of the ranks that there were before."""
+        before = {(one.role, one.rank): one.life for of in old.workers.values() for one in of}
+        for worker in (one for of in new.workers.values() for one in of):
+            assert worker.life >= before.get((worker.role, worker.rank), 0) + least
 
     # ---- rules -------------------------------------------------------------------------------------------------------
 

@@ -236,6 +236,16 @@ def test_lives_go_on_where_those_of_the_former_submission_ended() -> None:
     assert world.worker(1).state is INITIAL
 
 
+def test_lives_go_on_for_ranks_that_there_were_not_in_between() -> None:
+    """A submission with fewer workers does not make those of an earlier one current again."""
+    world = RoleWorld(actor(workers=3))
+    for submission, workers in (("second", 1), ("third", 3)):
+        world.stop()
+        world.submit(submission, actor(workers=workers))
+    with pytest.raises(Stale):
+        world.register(2, life=1, name="left over from the first")
+
+
 def test_the_number_of_changes_goes_on_with_another_submission() -> None:
     """Who waits for a change of the former one hears of the new one."""
     world = RoleWorld()
