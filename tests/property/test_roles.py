@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -182,14 +183,19 @@ class JobOfRoles(RuleBasedStateMachine):
             )  # fmt: skip
             assert new.events == old.events or isinstance(event, p.MasterRestarted)
         more = len(new.events) + new.dropped - len(old.events) - old.dropped
-        self.events += new.events[len(new.events) - more :]
+        added = new.events[len(new.events) - more :]
+        self.events += added
+        for one in added:
+            if one.kind in ("role", "job"):
+                again = [name for name in new.workers if one.kind == "job" or name == one.role]
+                self._count_up(old, new, least=1, roles=again)
 
     @staticmethod
-    def _count_up(old: RoleJob, new: RoleJob, least: int) -> None:
-        """The lives of the ranks that there were before."""
-        before = {(one.role, one.rank): one.life for of in old.workers.values() for one in of}
-        for worker in (one for of in new.workers.values() for one in of):
-            assert worker.life >= before.get((worker.role, worker.rank), 0) + least
+    def _count_up(old: RoleJob, new: RoleJob, least: int, roles: Iterable[str] = "ab") -> None:
+        """The lives of the ranks of `roles` that there were before."""
+        for role in roles:
+            for worker, before in zip(new.workers[role], old.workers[role], strict=False):
+                assert worker.life >= before.life + least
 
     # ---- rules -------------------------------------------------------------------------------------------------------
 
@@ -246,9 +252,13 @@ class JobOfRoles(RuleBasedStateMachine):
         life = max(0, worker.life - back)
         if life == worker.life and worker.state is not DONE and not self.roles.over:
             self.ended.add((worker.role, worker.rank, life))
+        mates = [one for one in self.shown.workers if one.role == worker.role and one.rank != worker.rank]
+        seen = len(self.events)
         for _ in range(times):
             event = p.WorkerEnded("job", "sub", worker.role, worker.rank, life, cause, "why", recovers)
             assert self.send(event) is not None
+        if "rejoin" in [one.kind for one in self.events[seen:]]:
+            assert not mates or (recovers and all(one.state is not DONE for one in mates))
 
     @rule(crashes=st.lists(st.tuples(PICK, CAUSES, st.booleans()), max_size=4))
     def crash(self, crashes: list[tuple[int, WorkerCause, bool]]) -> None:
