@@ -25,6 +25,9 @@ from dlrover_hooks.job.spec import JobSpec
 log = logging.getLogger("dlrover_hooks.job")
 
 _POLL_S, _AGAIN_S, _LOOK_S = 2.0, 0.2, 1.0
+_PLACE_S = 1.0
+"""A cluster with room has a place for a job within this time."""
+_REVIVE_S = 0.05
 _FIRST_S = 60.0
 """Within this time the HTTP master has started."""
 _EARLY_S, _EARLY_ENDS = 5.0, 5
@@ -99,12 +102,13 @@ class PrimeMaster:
         """Work until the job is over."""
         roles = self._started()
         self._watch.start()
-        placed, problem = False, ""
+        placed, problem, began = False, "", time.monotonic()
         while roles.phase is p.JobPhase.RUNNING:
             self._look()
             if not placed:
                 placed = self._platform.begin()
-                if not placed and (missing := self._platform.missing()) != problem:
+                missing = "" if placed else self._platform.missing()
+                if missing and missing != problem and time.monotonic() > began + _PLACE_S:
                     problem = missing
                     log.warning("job %s: waiting for its place: %s", self._job, missing)
                     self._say_missing(roles, missing)
@@ -118,7 +122,13 @@ class PrimeMaster:
     def _started(self) -> p.Roles:
         spec, own = self._submission.spec, self._client.incarnation
         start = p.StartRoles(
-            self._job, own, self._submission.id, spec.rules(), spec.budgets(), msgspec.json.encode(spec).decode()
+            self._job,
+            own,
+            self._submission.id,
+            spec.rules(),
+            spec.budgets(),
+            msgspec.json.encode(spec).decode(),
+            takes_over=True,
         )
         key, deadline = self._client.key("prime"), time.monotonic() + _FIRST_S
         while True:
@@ -136,8 +146,9 @@ class PrimeMaster:
     def _next(self, roles: p.Roles, timeout_s: float) -> p.Roles:
         request = p.AwaitRoles(self._job, self._client.incarnation, roles.number, timeout_s=timeout_s)
         try:
-            found: p.Roles = self._client.call(request, timeout_s=timeout_s + _LOOK_S)
+            found: p.Roles = self._client.call(request, timeout_s=timeout_s + _LOOK_S, again=False)
         except MasterAway:
+            self._watch.stopping.wait(_REVIVE_S)  # then `look` starts it again
             return roles
         return found if found.phase is not None else roles
 
@@ -162,7 +173,7 @@ class PrimeMaster:
 
 def journal_of(spec: JobSpec, folder: str) -> str:
     """Where the HTTP master of a job keeps its journal. `folder`: of the backend, if the job names no place."""
-    if spec.state.startswith("etcd://"):
+    if spec.state.startswith(("etcd://", "etcds://")):
         return spec.state
     folder = spec.state.removeprefix("file://") or folder
     os.makedirs(folder, exist_ok=True)

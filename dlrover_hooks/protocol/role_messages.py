@@ -99,6 +99,7 @@ class RoleBudgets(Message, frozen=True):
 class StartRoles(Message, frozen=True):
     """Start a job of several roles. Sent again with the same `submission` it changes nothing.
 
+    `takes_over`: it is the only one that uses this master, so a job that runs by the journal has lost its masters.
     `spec`: the job as its backend needs it, as JSON; the master only keeps it. A job that is over is started again by
     another submission; one that runs refuses it (Conflict).
     """
@@ -109,6 +110,7 @@ class StartRoles(Message, frozen=True):
     roles: tuple[RoleRules, ...]
     budgets: RoleBudgets = RoleBudgets()
     spec: str = ""
+    takes_over: bool = False
 
 
 class RegisterWorker(Message, frozen=True):

@@ -1,6 +1,6 @@
 """Jobs of several roles as actors of Ray, and hooks for Ray Train.
 
-Entry points: `submit` (for `JobSpec.submit(backend="ray")`), `attach`, `RayJob`.
+Entry points: `RayTrainHooks`, `submit` (for `JobSpec.submit(backend="ray")`), `attach`, `RayJob`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dlrover_hooks.errors import MissingExtra
 
 if TYPE_CHECKING:
     from dlrover_hooks.integrations.ray.ray_job import RayJob as RayJob, attach as attach, submit as submit
+    from dlrover_hooks.integrations.ray.train_hooks import RayTrainHooks as RayTrainHooks
 
-_WHERE = {"RayJob": "ray_job", "attach": "ray_job", "submit": "ray_job"}
+_WHERE = {"RayJob": "ray_job", "RayTrainHooks": "train_hooks", "attach": "ray_job", "submit": "ray_job"}
 __all__ = sorted(_WHERE)
 
 

@@ -55,7 +55,7 @@ def submit(spec: JobSpec, *, address: str | None = None) -> RayJob:
 
 
 def attach(job: str, *, address: str | None = None) -> RayJob:
-    """A job that runs on a cluster already. Raises UsageError if there is none."""
+    """A job that runs on a cluster already. Raises LaunchError if there is none."""
     _connect(address)
     found = cluster_state.get_address(job)
     if found is None:

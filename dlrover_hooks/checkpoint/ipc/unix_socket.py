@@ -13,11 +13,12 @@ import hashlib
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dlrover_hooks.config import runtime_dir
 from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.host.socket_paths import short_path
 
 SEND_S = 1
 """Seconds. Messages are small and a working keeper always reads: after a longer block it counts as dead."""
@@ -107,7 +108,7 @@ def listen(path: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _short(path) as short:
+    with short_path(path) as short:
         listener.bind(short)
     os.chmod(path, 0o600)
     listener.listen(128)
@@ -122,7 +123,7 @@ def dial(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
     try:
-        with _short(path) as short:
+        with short_path(path) as short:
             connection.connect(short)
     except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
         connection.close()
@@ -161,16 +162,6 @@ def reach(at: tuple[str, int, int], flags: int = os.O_RDWR) -> int:
         os.close(fd)
         raise KeeperAway(f"{path} is not the memory that was named", hint=hint)
     return fd
-
-
-@contextlib.contextmanager
-def _short(path: str) -> Iterator[str]:
-    """An alias of `path` that is short enough for a Unix socket, valid inside the context."""
-    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-    finally:
-        os.close(folder)
 
 
 def peer_uid(connection: socket.socket) -> int:

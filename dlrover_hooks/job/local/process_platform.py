@@ -142,10 +142,11 @@ class LocalMasters:
         """See `MasterPlatform`."""
         ends = self._host.call("ended", "sub-master/", self._after, timeout_s, timeout_s=timeout_s + 30.0)
         running, found = self._host.call("running", "sub-master/"), list[str]()
-        for number, name, _, killed in ends:
+        for number, name, code, killed in ends:
             self._after = max(self._after, number)
             role = name.removeprefix("sub-master/")
-            if name not in running and not killed and role not in found:
+            over = code == 0  # it ends by itself with the job only
+            if name not in running and not killed and not over and role not in found:
                 self._start(role)
                 found.append(role)
         return found

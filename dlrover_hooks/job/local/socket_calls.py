@@ -19,6 +19,7 @@ import msgspec
 
 from dlrover_hooks.errors import CallFailed, HooksError
 from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.host.socket_paths import short_path
 from dlrover_hooks.job.call_codec import decode, encode
 
 _LENGTH = struct.Struct("!I")
@@ -43,7 +44,8 @@ class CallServer:
                     while (frame := _received(self.request)) is not None:
                         self.request.sendall(_framed(_answered(answer, frame)))
 
-        self._server = _Server(path, CallConnection)
+        with short_path(path) as short:
+            self._server = _Server(short, CallConnection)
         self._thread = BackgroundThread(
             "dlrover-hooks-calls", self._server.serve_forever, where=path, on_error="warn", again_s=_AGAIN_S
         )
@@ -105,7 +107,8 @@ class CallClient:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(_CONNECT_S)
             self._local.connection = connection
-            connection.connect(self.path)
+            with short_path(self.path) as short:
+                connection.connect(short)
         connection.settimeout(timeout_s)
         connection.sendall(_framed(data))
         frame = _received(connection)

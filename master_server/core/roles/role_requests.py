@@ -40,7 +40,7 @@ def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
     roles = job.roles
     if roles is not None and roles.submission == event.submission:
         return role_state.view(roles, now)
-    if roles is not None and not roles.over:
+    if roles is not None and not roles.over and not event.takes_over:
         raise Conflict(
             f"Job {job.name!r} runs already.",
             hint="Stop it first, or submit(job_name=ANOTHER).",

@@ -1,0 +1,93 @@
+"""Our hooks under Ray Train: a run's workers get a master, so they restore from memory where Ray Train restarts them.
+
+    trainer = TorchTrainer(train, run_config=RunConfig(name="run", callbacks=[RayTrainHooks()], ...))
+
+or RAY_TRAIN_CALLBACKS=dlrover_hooks.integrations.ray.RayTrainHooks, without a change of the code. Ray Train goes on to
+place, start and restart the workers; `elastic_loader`, `AsyncCheckpointer`, `ElasticCallback` and `ShardDataset` in
+them find their run, and go on at the step that is newest in memory, on a peer or in storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import tempfile
+from typing import Any
+
+import ray
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2.api.callback import UserCallback
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.host.ports import listen
+from dlrover_hooks.job.prime_master import HttpMaster
+
+log = logging.getLogger("dlrover_hooks.job")
+
+_SILENT_S = 60.0
+_KEEPER_S = "300"
+"""Ray Train may take minutes until it has its workers again; their node's keeper has the checkpoint meanwhile."""
+
+
+class RayTrainHooks(ControllerCallback, WorkerGroupCallback, UserCallback):
+    """Serves a master from the controller of a run, and tells the workers of it. Use one for each run.
+
+    Args:
+        job: the name under which the hooks know the run; by default that of the run.
+        state: the folder of the master's journal. By default a temporary one of the controller's node: a controller
+            that is started again begins with the newest checkpoint that memory or storage has.
+    """
+
+    def __init__(self, *, job: str = "", state: str = "") -> None:
+        self._job, self._state = job, state
+        self._token = secrets.token_hex(16)
+        self._http: HttpMaster | None = None
+        self._url = ""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray Train: starts the master."""
+        name = self._job or train_run_context.run_config.name or train_run_context.run_id
+        self._job = "".join(one if one.isalnum() or one in "-_." else "-" for one in name)
+        folder = self._state or tempfile.mkdtemp(prefix="dlrover-hooks-ray-train-")
+        os.makedirs(folder, exist_ok=True)
+        listener = listen(0, ray.util.get_node_ip_address())
+        self._http = HttpMaster(listener, os.path.join(folder, f"{self._job}.journal"), self._token, _SILENT_S)
+        self._url = f"http://{listener.getsockname()[0]}:{listener.getsockname()[1]}"
+        log.info("run %s: master at %s", self._job, self._url)
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Called by Ray Train before the training function, each time that it has started the workers."""
+        assert self._http is not None
+        self._http.revive()
+        told = {
+            "DLROVER_HOOKS_MASTER": self._url,
+            "DLROVER_HOOKS_TOKEN": self._token,
+            "DLROVER_HOOKS_JOB": self._job,
+            "DLROVER_HOOKS_KEEPER_LINGER_S": _KEEPER_S,
+        }
+        ray.get([worker.execute_async(_tell, told) for worker in worker_group.get_workers()], timeout=60.0)
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Called by Ray Train about each second: a master that died is started again."""
+        del worker_group_status
+        if self._http is not None:
+            self._http.revive()
+
+    async def before_controller_shutdown(self) -> None:
+        """Called by Ray Train at the end of the run."""
+        self._end()
+
+    def before_controller_abort(self) -> None:
+        """Called by Ray Train when the run is stopped."""
+        self._end()
+
+    def _end(self) -> None:
+        http, self._http = self._http, None
+        if http is not None:
+            http.close()
+
+
+def _tell(variables: dict[str, str]) -> None:
+    """In a worker."""
+    settings.change_environment(variables)
