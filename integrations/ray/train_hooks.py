@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2.api.callback import UserCallback
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.host.ports import listen
@@ -30,7 +29,7 @@ _KEEPER_S = "300"
 """Ray Train may take minutes until it has its workers again; their node's keeper has the checkpoint meanwhile."""
 
 
-class RayTrainHooks(ControllerCallback, WorkerGroupCallback, UserCallback):
+class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
     """Serves a master from the controller of a run, and tells the workers of it. Use one for each run.
 
     Args:

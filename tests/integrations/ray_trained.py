@@ -12,7 +12,7 @@ STEPS = 200
 
 
 def train(config: dict[str, Any]) -> None:
-    """DDP with our loader and checkpoints, as under torchrun; each step is noted with the positions it was made from."""
+    """DDP with our loader and checkpoints, as under torchrun; each step is noted with its samples."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

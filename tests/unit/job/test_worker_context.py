@@ -124,7 +124,7 @@ def test_what_a_function_raises_fails_the_call(transport: MemoryTransport, serve
         raise ValueError("no such prompt")
 
     for server in transport.servers:
-        server.export(fail=fail if server.rank == 1 else lambda: server.rank)
+        server.export(fail=fail if server.rank == 1 else lambda: "fine")
     with pytest.raises(CallFailed, match="ValueError: no such prompt"):
         servers.call("fail", rank=1)
     with pytest.raises(CallFailed, match="ValueError: no such prompt"):
@@ -171,7 +171,7 @@ def test_a_shard_gives_each_worker_an_equal_part(
 def test_a_shard_of_an_array_gives_parts_of_it(transport: MemoryTransport, servers: RoleHandle) -> None:
     for server in transport.servers:
         server.export(total=lambda rows: rows.sum(axis=1))
-    rows = np.arange(8).reshape(4, 2)
+    rows: Any = np.arange(8).reshape(4, 2)
     assert servers.shard("total", rows) == rows.sum(axis=1).tolist()
 
 
