@@ -12,6 +12,7 @@ The spellings of DLRover's `DLJobBuilder` are aliases: `node_num`, `device_per_n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,9 +49,9 @@ class DLJobBuilder:
         """Settings for the workers: a mapping or an object with attributes, all of it JSON."""
         given = _as_dict(config)
         try:
-            msgspec.json.encode(given | more)
-        except TypeError as error:
-            self._problems.append(f"config(): {error}: use numbers, text, lists and dicts")
+            json.dumps(msgspec.to_builtins(given | more), allow_nan=False)  # msgspec would write inf and nan as null
+        except (TypeError, ValueError) as error:
+            self._problems.append(f"config(): {error}: use finite numbers, text, lists and dicts")
             return self
         self._fields["config"] = self._fields.get("config", {}) | given | more
         return self

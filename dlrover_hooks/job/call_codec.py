@@ -15,6 +15,7 @@ import numpy as np
 from dlrover_hooks.errors import UsageError
 
 _ARRAY, _TENSOR, _TUPLE = 1, 2, 3
+_PLAIN = (type(None), bool, int, float, str, bytes, bytearray)
 
 
 class _Array(msgspec.Struct, frozen=True, array_like=True):
@@ -46,18 +47,38 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, list):
         return [_tagged(one) for one in value]
     if isinstance(value, dict):
-        return {key: _tagged(one) for key, one in value.items()}
-    return value
+        return {_key(key): _tagged(one) for key, one in value.items()}
+    return _plain(value)
+
+
+def _key(key: Any) -> Any:
+    """A tuple as a key arrives as one."""
+    return tuple(_key(one) for one in key) if type(key) is tuple else _plain(key)
+
+
+def _plain(value: Any) -> Any:
+    """Raises NotImplementedError for what would arrive as another type."""
+    torch = sys.modules.get("torch")
+    if type(value) in _PLAIN or isinstance(value, (np.ndarray, np.generic)):
+        return value
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value
+    raise NotImplementedError(f"an object of type {type(value).__name__}")
 
 
 def _extension(value: Any) -> Any:
     if isinstance(value, np.generic):
-        return value.item()
+        item = value.item()
+        if type(item) not in _PLAIN:
+            raise NotImplementedError(f"a NumPy scalar of type {value.dtype}")
+        return item
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(_ARRAY, _packed(value))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous()
+        if value.layout is not torch.strided or value.is_quantized:
+            raise NotImplementedError(f"a tensor with the layout {value.layout}")
+        flat = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         name = str(flat.dtype).removeprefix("torch.")
         raw = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw.tobytes())))
@@ -67,6 +88,8 @@ def _extension(value: Any) -> Any:
 def _packed(value: np.ndarray[Any, Any]) -> bytes:
     if value.dtype.hasobject:
         raise NotImplementedError("a NumPy array of Python objects")
+    if value.dtype.fields is not None:
+        raise NotImplementedError("a NumPy array of structures")
     return msgspec.msgpack.encode(_Array(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()))
 
 

@@ -18,7 +18,15 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 
 def is_script(entry: str) -> bool:
     """It is `script.py ARGUMENTS`."""
-    return entry.split(maxsplit=1)[0].endswith(".py") if entry.strip() else False
+    words = _words(entry)
+    return bool(words) and words[0].endswith(".py")
+
+
+def _words(entry: str) -> list[str]:
+    try:
+        return shlex.split(entry)
+    except ValueError:  # an open quote
+        return []
 
 
 def entry_problem(entry: str) -> str:
@@ -38,13 +46,14 @@ def load(entry: str, role: str) -> Callable[[], Any]:
         return _script(entry, role)
     module, function = entry.split(":") if ":" in entry else entry.rsplit(".", 1)
     try:
-        found = getattr(importlib.import_module(module), function)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise  # the module is there, and imports another one that is not
         raise UsageError(f"role {role!r}: there is no module {error.name!r} for {entry!r}", hint=_PATH) from None
-    except AttributeError:
-        raise UsageError(f"role {role!r}: module {module!r} has no function {function!r}") from None
+    if not hasattr(imported, function):
+        raise UsageError(f"role {role!r}: module {module!r} has no function {function!r}")
+    found = getattr(imported, function)
     if not callable(found):
         raise UsageError(f"role {role!r}: {entry!r} is a {type(found).__name__}, not a function")
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PARTS = 10_000
 """Resources are compared in ten-thousandths, as Ray counts them."""
+_MOST_STEPS = 20_000
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ def needed(role: RoleSpec, device: str, share: float | None = None) -> dict[str,
     amounts = {"CPU": need.cpu, device: devices, "memory": need.memory_gb * 1e9, "disk": need.disk_gb * 1e9}
     if device == "CPU":
         amounts["CPU"] = need.cpu
-    return {name: amount for name, amount in (amounts | need.custom).items() if amount}
+    return {name: _units(amount) / _PARTS for name, amount in (amounts | need.custom).items() if amount}
 
 
 def planned(spec: JobSpec) -> PlacementPlan:
@@ -76,7 +77,8 @@ def planned(spec: JobSpec) -> PlacementPlan:
     groups = [BundleGroup("near", near)] if near else []
     for names in spec.apart:
         bundles = tuple(bundle for bundle in _bundles(spec) if bundle.workers[0][0] in names)
-        groups.append(BundleGroup("apart-" + "-".join(names), bundles, spread=True))
+        name, known = "apart-" + "-".join(names), {one.name for one in groups}
+        groups.append(BundleGroup(name if name not in known else f"{name}-{len(groups)}", bundles, spread=True))
     return PlacementPlan(tuple(groups))
 
 
@@ -94,13 +96,19 @@ def _bundles(spec: JobSpec) -> Iterator[Bundle]:
 
 
 def _bundle(spec: JobSpec, roles: list[RoleSpec], together: Collocation | None, group: int) -> Bundle:
-    total, workers = dict[str, int](), list[tuple[str, int]]()
+    total, workers, parts = dict[str, int](), list[tuple[str, int]](), list[int]()
     for role in roles:
         share = together.share.get(role.name) if together is not None else None
         for rank in range(group * role.per_group, (group + 1) * role.per_group):
             workers.append((role.name, rank))
             for name, amount in needed(role, spec.device, share).items():
-                total[name] = total.get(name, 0) + round(amount * _PARTS)
+                total[name] = total.get(name, 0) + _units(amount)
+                if name == spec.device:
+                    parts.append(_units(amount))
+    if (devices := total.get(spec.device, 0)) > _PARTS and devices % _PARTS:  # more than one are reserved whole
+        total[spec.device] = next(
+            count * _PARTS for count in range(1, len(parts) + devices) if _packed([_PARTS] * count, tuple(parts))
+        )
     resources = {name: amount / _PARTS for name, amount in total.items()}
     return Bundle(resources or {"CPU": 0.001}, tuple(workers))
 
@@ -110,47 +118,89 @@ def find_misfits(spec: JobSpec) -> list[str]:
     found, plan = list[str](), planned(spec)
     for group in plan.groups:
         if group.spread and len(group.bundles) > spec.nodes:
-            names = group.name.removeprefix("apart-").replace("-", ", ")
+            names = ", ".join(dict.fromkeys(role for bundle in group.bundles for role, _ in bundle.workers))
             found.append(
                 f"spread(): {len(group.bundles)} workers of {names} are each to be on another node, but there are "
                 f"nodes({spec.nodes})"
             )
     if not spec.devices_per_node or spec.device == "CPU":
         return found
-    bundles = [bundle for group in plan.groups for bundle in group.bundles]
-    sizes = [bundle.resources.get(spec.device, 0.0) for bundle in bundles]
-    for bundle, size in zip(bundles, sizes, strict=True):
-        if size > spec.devices_per_node:
-            workers = ", ".join(f"{role} {rank}" for role, rank in bundle.workers)
-            found.append(f"{workers} need {size:g} devices on one node, which has {spec.devices_per_node}")
-    if not found and (short := _too_few(sizes, spec.nodes, spec.devices_per_node)):
-        found.append(short)
+    slots = plan.slots(spec)
+    demands = list[_Demand]()
+    for number, group in enumerate(plan.groups):
+        for bundle in group.bundles:
+            parts = tuple(_units(slots[worker].resources.get(spec.device, 0.0)) for worker in bundle.workers)
+            demands.append(_Demand(parts, number if group.spread else -1))
+            if _packed([_PARTS] * spec.devices_per_node, parts) is None:
+                workers = ", ".join(f"{role} {rank}" for role, rank in bundle.workers)
+                size = sum(parts) / _PARTS
+                whole = "" if size > spec.devices_per_node else ", each of them a part of one device"
+                found.append(f"{workers} need {size:g} devices on one node{whole}, which has {spec.devices_per_node}")
+    if not found and not _fit(demands, spec.nodes, spec.devices_per_node):
+        total = sum(sum(one.parts) for one in demands) / _PARTS
+        found.append(
+            f"the workers need {total:g} devices, which {spec.nodes} nodes with {spec.devices_per_node} devices each "
+            "cannot hold"
+        )
     return found
 
 
-def _too_few(sizes: list[float], nodes: int, devices: int) -> str:
-    """Why bundles of `sizes` do not fit `nodes` nodes; empty: they do. A part of a device lies on one device."""
-    free = [[1.0] * devices for _ in range(nodes)]
-    for size in sorted(sizes, reverse=True):
-        if not any(_take(node, size) for node in free):
-            total = math.fsum(sizes)
-            return f"the workers need {total:g} devices, which {nodes} nodes with {devices} devices each cannot hold"
-    return ""
+class _Demand(NamedTuple):
+    """Devices of a bundle, in units, by worker. Bundles of one `apart` (not -1) are each on another node."""
+
+    parts: tuple[int, ...]
+    apart: int
 
 
-def _take(node: list[float], size: float) -> bool:
-    whole, part = int(size), size - int(size)
-    empty = [at for at, left in enumerate(node) if left == 1.0]
-    if len(empty) < whole:
+def _units(amount: float) -> int:
+    """Rounded down, so that equal parts of a whole are never more than it."""
+    return math.floor(amount * _PARTS + 1e-6)
+
+
+def _packed(free: list[int], parts: tuple[int, ...]) -> list[int] | None:
+    """What is left of each device of a node with these workers on it; None: they do not fit. First fit, largest first:
+    whole devices first, then each part on the fullest device with room for it."""
+    left = sorted(free)
+    for part in sorted(parts, reverse=True):
+        whole, rest = divmod(part, _PARTS)
+        empty = [at for at, one in enumerate(left) if one == _PARTS]
+        if len(empty) < whole:
+            return None
+        for at in empty[:whole]:
+            left[at] = 0
+        if rest:
+            at = next((at for at, one in enumerate(left) if one >= rest), None)
+            if at is None:
+                return None
+            left[at] -= rest
+        left.sort()
+    return left
+
+
+def _fit(demands: list[_Demand], nodes: int, devices: int) -> bool:
+    """False: the bundles do not fit the nodes. A search that takes too long ends with True: the platform finds out."""
+    order = sorted((one for one in demands if any(one.parts) or one.apart >= 0), key=lambda one: -sum(one.parts))
+    if sum(sum(one.parts) for one in order) > nodes * devices * _PARTS:
         return False
-    after = list(node)
-    for at in empty[:whole]:
-        after[at] = 0.0
-    if part > 1 / _PARTS:
-        fits = [left for left in after if left + 1 / _PARTS >= part]
-        if not fits:
-            return False
-        at = after.index(min(fits))
-        after[at] -= part
-    node[:] = after
-    return True
+    steps = 0
+
+    def place(at: int, free: list[list[int]], used: list[frozenset[int]]) -> bool:
+        nonlocal steps
+        steps += 1
+        if at == len(order) or steps > _MOST_STEPS:
+            return True
+        tried = set[tuple[tuple[int, ...], frozenset[int]]]()
+        for node in range(nodes):
+            like = (tuple(free[node]), used[node])
+            if like in tried or order[at].apart in used[node]:
+                continue
+            tried.add(like)
+            left = _packed(free[node], order[at].parts)
+            if left is None:
+                continue
+            apart = used[node] | {order[at].apart} if order[at].apart >= 0 else used[node]
+            if place(at + 1, [*free[:node], left, *free[node + 1 :]], [*used[:node], apart, *used[node + 1 :]]):
+                return True
+        return False
+
+    return place(0, [[_PARTS] * devices for _ in range(nodes)], [frozenset()] * nodes)

@@ -208,7 +208,7 @@ def _resource_problems(role: RoleSpec, spec: JobSpec) -> list[str]:
     for name, amount in (amounts | need.custom).items():
         if not 0 <= amount < math.inf:
             found.append(f"resource({name}={amount:g}): give 0 or more")
-    if need.device > 1 and need.device != int(need.device):
+    if 1 < need.device < math.inf and need.device != int(need.device):
         found.append(f"resource(device={need.device:g}): a part of one device (below 1), or whole devices")
     if need.device and spec.device == "CPU":
         found.append(f"resource(device={need.device:g}), but device_type is CPU: use resource(cpu=)")
@@ -223,6 +223,8 @@ def _places(spec: JobSpec) -> list[str]:
         found += [f"collocate(): there is no role {name!r}" for name in unknown]
         found += [f"collocate(): role {name!r} is in two collocations" for name in one.roles if name in seen]
         seen |= set(one.roles)
+        twice = sorted({name for name in one.roles if one.roles.count(name) > 1})
+        found += [f"collocate(): role {name!r} is named twice" for name in twice]
         if unknown:
             continue
         groups = {name: roles[name].workers // max(1, roles[name].per_group) for name in one.roles}

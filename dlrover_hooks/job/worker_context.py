@@ -110,13 +110,16 @@ class RemoteQueue:
 
     def _until(self, function: str, timeout_s: float, *arguments: Any) -> Any:
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
+        while True:
+            left = max(0.0, deadline - time.monotonic())
             wait_s = min(left, _WAIT_S)
             done, value = self._role.call(
                 function, self._name, wait_s, *arguments, rank=self._rank, timeout_s=left + _WAIT_S
             )
             if done:
                 return value
+            if time.monotonic() >= deadline:
+                break
         what = "room" if function == "queue_put" else "item"
         raise CallFailed(f"no {what} in queue {self._name!r} of {self._role.name} {self._rank} within {timeout_s:g} s")
 
@@ -127,7 +130,7 @@ class WorkerContext:
     Attributes:
         job, role, rank: where it is. `rank` is of the role; RANK of a process group may differ after a recovery.
         workers: of the role.
-        life: 1 for the first process with this rank; larger in one that replaces another.
+        life: the number of this process; larger than that of the process before it with this rank.
         config: of the job.
     """
 
@@ -145,6 +148,7 @@ class WorkerContext:
     ) -> None:
         self.job, self.role_name, self.rank, self.life = job, role, rank, life
         self.workers, self.config = sizes[role], config
+        self.first = life == 1
         self._sizes, self._transport, self._over = sizes, transport, over
         self._functions: dict[str, Callable[..., Any]] = {
             "queue_put": self._queue_put, "queue_get": self._queue_get, "queue_size": self._queue_size,
@@ -158,7 +162,7 @@ class WorkerContext:
     @property
     def restarted(self) -> bool:
         """Another process had this rank before."""
-        return self.life > 1
+        return not self.first
 
     def role(self, name: str) -> RoleHandle:
         """The workers of a role. Raises UsageError."""
@@ -168,6 +172,8 @@ class WorkerContext:
 
     def export(self, **functions: Callable[..., Any]) -> None:
         """Other roles may call these functions from now on, each call on a thread of its own."""
+        if reserved := _OF_QUEUES & functions.keys():
+            raise UsageError(f"export(): {sorted(reserved)} are functions of the queues", hint="Give another name.")
         with self._changed:
             self._functions.update(functions)
             self._changed.notify_all()
@@ -204,26 +210,32 @@ class WorkerContext:
         return found(*arguments)
 
     def _queue_put(self, name: str, wait_s: float, item: Any) -> tuple[bool, None]:
+        found = self._queue(name, wait_s)
         try:
-            self._queue(name, wait_s).put(item, timeout=wait_s)
+            if found is not None:
+                found.put(item, timeout=wait_s)
         except queue.Full:
             return False, None
-        return True, None
+        return found is not None, None
 
     def _queue_get(self, name: str, wait_s: float) -> tuple[bool, Any]:
+        found = self._queue(name, wait_s)
         try:
-            return True, self._queue(name, wait_s).get(timeout=wait_s)
+            return (True, found.get(timeout=wait_s)) if found is not None else (False, None)
         except queue.Empty:
             return False, None
 
     def _queue_size(self, name: str) -> int:
-        return self._queue(name, _WAIT_S).qsize()
+        found = self._queue(name, _WAIT_S)
+        if found is None:
+            raise CallFailed(f"worker {self.rank} of role {self.role_name!r} has no queue {name!r}")
+        return found.qsize()
 
-    def _queue(self, name: str, within_s: float) -> queue.Queue[Any]:
+    def _queue(self, name: str, within_s: float) -> queue.Queue[Any] | None:
+        """None: it is not made `within_s`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._queues, within_s):
-                raise CallFailed(f"worker {self.rank} of role {self.role_name!r} has no queue {name!r}")
-            return self._queues[name]
+            self._changed.wait_for(lambda: name in self._queues, within_s)
+            return self._queues.get(name)
 
 
 _OF_QUEUES = {"queue_put", "queue_get", "queue_size"}

@@ -79,6 +79,8 @@ class Worker:
         self._spec = msgspec.json.decode(roles.spec, type=JobSpec)
         self._role = self._spec.role(place.role)
         self.context: WorkerContext | None = None
+        self._first = True
+        """No process had this rank before."""
 
     def register(self, address: str, transport: CallTransport) -> WorkerContext:
         """From now on the master knows this process. Raises MasterError (Stale) if its place was given to another one.
@@ -94,7 +96,8 @@ class Worker:
         event = p.RegisterWorker(
             place.job, self._client.incarnation, place.role, place.rank, place.life, place.node, os.getpid(), address
         )
-        self._client.call(event, timeout_s=_AWAY_S)
+        registered: p.RoleWorker = self._client.call(event, timeout_s=_AWAY_S)
+        self._first = self.context.first = not registered.reason
         self._beats.start()
         self._client.watch(place.job, self._noticed, self._refused)
         return self.context
@@ -158,7 +161,7 @@ class Worker:
             "LOCAL_WORLD_SIZE": "1",
         })  # fmt: skip
         config, place = settings.load(), settings.place()
-        join = msgspec.structs.replace(join_request(config, place, own), again=self.place.life == 1)
+        join = msgspec.structs.replace(join_request(config, place, own), again=self._first)
         seated = take_seat(self._client, join, away_s=_AWAY_S, channel="boot", look=self._look)
         return seat_environment(seated, incarnation=own, local_rank=place.local_rank, local_world_size=1)
 

@@ -83,7 +83,7 @@ class RayWorkers:
             return "the placement group of the job is gone"
         where: Any = PlacementGroupSchedulingStrategy(group, slot.bundle)
         node = cluster_state.node_of(group, slot.bundle)
-        bad = worker.life > 1 and node is not None and self._is_bad(node, worker)
+        bad = worker.reason and node is not None and self._is_bad(node, worker)
         if node is not None and (bad or node.id[:12] in avoid):
             other = cluster_state.node_with(slot.resources, but=(node.id, *avoid))
             if other is not None:

@@ -23,12 +23,13 @@ from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers
 from dlrover_hooks.integrations.ray.cluster_state import JobMaster, actor_name
 from dlrover_hooks.job.prime_master import HttpMaster, PrimeMaster, Submission, journal_of
 from dlrover_hooks.job.sub_master import SubMaster, client_of
+from dlrover_hooks.job.worker_context import CALL_S
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
 from dlrover_hooks.protocol import WorkerCause
 
 log = logging.getLogger("dlrover_hooks.job")
 
-_AGAIN_S, _ADDRESS_S, _EXPORT_S = 0.5, 60.0, 30.0
+_AGAIN_S, _ADDRESS_S, _EXPORT_S = 0.5, 60.0, CALL_S
 
 
 class PrimeActor:

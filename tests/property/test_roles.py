@@ -130,6 +130,8 @@ class JobOfRoles(RuleBasedStateMachine):
         """All of the current submission."""
         self.ended = set[tuple[str, int, int]]()
         """Lives of the current submission whose end this test has reported first as an early one."""
+        self.left = set[str]()
+        """Processes that have left by themselves."""
         self.holders = dict[tuple[str, int, int], str]()
         """The process that was accepted for each life."""
 
@@ -283,6 +285,7 @@ class JobOfRoles(RuleBasedStateMachine):
         place, name = sorted(self.holders.items())[which % len(self.holders)]
         if leaves:
             self.send(p.Leave("job", name, p.Departure.STOPPED))
+            self.left.add(name)
             return
         if name in self.roles.incarnations:
             self.ended.add(place)
@@ -358,7 +361,8 @@ class JobOfRoles(RuleBasedStateMachine):
         holds = {one.incarnation: (one.role, one.rank) for one in self.shown.workers if one.state is RUNNING}
         assert "" not in holds
         if not self.roles.over:
-            assert self.roles.incarnations == holds
+            tracked = {name: place for name, place in holds.items() if name not in self.left}
+            assert self.roles.incarnations == tracked, "no sign of life is awaited of a process that has left"
         for one in self.shown.workers:
             if one.state is INITIAL:
                 assert (one.incarnation, one.node, one.pid, one.address) == ("", "", 0, "")

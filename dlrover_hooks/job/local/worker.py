@@ -18,11 +18,9 @@ from dlrover_hooks.errors import MasterError
 from dlrover_hooks.job.local.process_platform import outcome_file
 from dlrover_hooks.job.local.socket_calls import CallClient, CallServer
 from dlrover_hooks.job.sub_master import client_of
+from dlrover_hooks.job.worker_context import CALL_S
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
 from dlrover_hooks.protocol import AGAIN, WorkerCause
-
-_EXPORT_S = 30.0
-"""A call waits so long for a function that the worker has not exported yet; then it is sent again."""
 
 
 def main() -> None:
@@ -62,7 +60,7 @@ def run(folder: str, place: WorkerPlace) -> Outcome:
         return client.call(function, *arguments, timeout_s=timeout_s)
 
     def answer(function: str, arguments: list[Any]) -> Any:
-        return worker.context.answer(function, arguments, _EXPORT_S) if worker.context is not None else None
+        return worker.context.answer(function, arguments, CALL_S) if worker.context is not None else None
 
     address = os.path.join(folder, f"w-{place.role}-{place.rank}-{place.life}")
     server = CallServer(address, answer)

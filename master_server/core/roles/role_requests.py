@@ -80,6 +80,14 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
     """A process is up. Raises BadRequest, Stale."""
     roles = _roles(job)
     worker = _current(job, roles, event.role, event.rank, event.life)
+    if not event.incarnation or roles.incarnations.get(event.incarnation, (worker.role, worker.rank)) != (
+        worker.role,
+        worker.rank,
+    ):
+        raise BadRequest(
+            f"{event.incarnation!r} cannot be {_name(worker)} of job {job.name!r}: it is another worker, or no name.",
+            hint="Give each process an incarnation of its own.",
+        )
     if worker.state is WorkerState.DONE or worker.incarnation not in ("", event.incarnation):
         raise Stale(f"{_name(worker)} of job {job.name!r} is process {worker.incarnation!r}.", hint=_END)
     if worker.state is WorkerState.INITIAL:
@@ -88,7 +96,7 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
         roles.incarnations[event.incarnation] = (worker.role, worker.rank)
         note(roles, now, "running", worker, detail=f"node {event.node}, pid {event.pid}")
         _follow(job, roles, now, effects)
-    return next(one for one in role_state.view(roles, now, worker.role).workers if one.rank == worker.rank)
+    return role_state.shown(worker)
 
 
 def ended(job: Job, event: WorkerEnded, now: float, effects: Effects) -> Done:
@@ -173,7 +181,10 @@ def part(job: Job, incarnation: str, now: float, effects: Effects, *, lost: bool
     SubMaster reports their end."""
     roles = job.roles
     place = roles.incarnations.get(incarnation) if roles is not None else None
-    if roles is None or place is None or not lost:
+    if roles is None or place is None:
+        return
+    if not lost:  # it has left by itself: no sign of life is awaited any more
+        del roles.incarnations[incarnation]
         return
     worker = roles.workers[place[0]][place[1]]
     _failed(job, roles, worker, WorkerCause.SILENT, "it was declared dead", now, recovers=True)

@@ -73,6 +73,8 @@ class RoleJob(msgspec.Struct):
     """Role and rank of each registered process."""
     failures: dict[str, FailureTimes] = {}
     """By budget: `worker ROLE`, `role ROLE`, `job`, `preemption`, `node NODE`."""
+    floor: dict[str, int] = {}
+    """By role, the greatest life of a worker in an earlier submission."""
     avoid: list[str] = []
     events: list[RoleEvent] = []
     dropped: int = 0
@@ -104,9 +106,12 @@ def follow_up(roles: RoleJob, former: RoleJob) -> None:
     """`roles` is submitted under the name of an earlier job. Lives and changes count on: a process that is left of that
     one, and requests that wait for its changes, are not mistaken for those of this one."""
     roles.number += former.number
+    roles.floor = dict(former.floor)
+    for role, workers in former.workers.items():
+        roles.floor[role] = max(one.life for one in workers)
     for role, workers in roles.workers.items():
-        for worker, before in zip(workers, former.workers.get(role, []), strict=False):
-            worker.life = before.life + 1
+        for worker in workers:
+            worker.life = roles.floor.get(role, 0) + 1
 
 
 def note(
@@ -183,7 +188,7 @@ def view(roles: RoleJob, now: float, role: str = "") -> Roles:
         reason=roles.reason,
         submission=roles.submission,
         spec="" if role else roles.spec,
-        workers=tuple(_shown(one) for name in names for one in roles.workers.get(name, [])),
+        workers=tuple(shown(one) for name in names for one in roles.workers.get(name, [])),
         budgets=() if role else tuple(_counts(roles, now)),
         avoid=tuple(roles.avoid),
         events=() if role else tuple(roles.events),
@@ -191,7 +196,8 @@ def view(roles: RoleJob, now: float, role: str = "") -> Roles:
     )
 
 
-def _shown(one: WorkerRecord) -> RoleWorker:
+def shown(one: WorkerRecord) -> RoleWorker:
+    """The worker as messages have it."""
     return RoleWorker(
         one.role,
         one.rank,
