@@ -8,11 +8,16 @@ is refused, and the end of one process is counted once.
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
-from dlrover_hooks.protocol.base_messages import Count, Message, Rank, Seconds
+import msgspec
+
+from dlrover_hooks.protocol.base_messages import Count, Message, Passed, Rank, Seconds
 
 UNLIMITED = -1
 """A budget that is never used up."""
+Budget = Annotated[int, msgspec.Meta(ge=UNLIMITED, le=1 << 31)]
+"""How often something may happen within the window of the job; or `UNLIMITED`."""
 
 
 class FailurePolicy(enum.Enum):
@@ -76,8 +81,8 @@ class RoleRules(Message, frozen=True):
     workers: Rank
     on_failure: FailurePolicy = FailurePolicy.REPLACE
     driver: bool = True
-    worker_restarts: int = 10
-    role_restarts: int = 3
+    worker_restarts: Budget = 10
+    role_restarts: Budget = 3
 
 
 class RoleBudgets(Message, frozen=True):
@@ -89,9 +94,9 @@ class RoleBudgets(Message, frozen=True):
     from when it is to be started.
     """
 
-    job_restarts: int = 3
-    preemptions: int = UNLIMITED
-    node_failures: int = 3
+    job_restarts: Budget = 3
+    preemptions: Budget = UNLIMITED
+    node_failures: Budget = 3
     window_s: Seconds = 3600.0
     ready_s: Seconds = 300.0
 
@@ -211,8 +216,8 @@ class RoleEvent(Message, frozen=True):
     at: Seconds
     kind: str
     role: str = ""
-    rank: int = -1
-    life: int = -1
+    rank: Passed = -1
+    life: Passed = -1
     text: str = ""
     detail: str = ""
 
@@ -223,7 +228,7 @@ class RestartCount(Message, frozen=True):
     kind: str
     of: str
     used: Count
-    limit: int
+    limit: Budget
 
 
 class ShowRoles(Message, frozen=True):
