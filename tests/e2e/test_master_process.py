@@ -72,6 +72,7 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     call("x", p.DeleteJob("short", force=True))
     play_tasks(call)
     play_check(call)
+    play_roles(call)
     play_planned_nodes(call)
     assert exercised == {row.request for row in p.ROUTES}
     metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=60).text
@@ -98,6 +99,20 @@ def play_tasks(call: Callable[..., Any]) -> None:
     call("launcher", p.Fenced("ps", "launcher", ids[p.NodeType.WORKER], -9))
     call(chief, p.EndTasks("ps", chief))
     assert call("x", p.ShowTasks("ps")).finished
+
+
+def play_roles(call: Callable[..., Any]) -> None:
+    """A job of two roles: a worker ends and is replaced, a role is started again, and a user stops it."""
+    rules = (p.RoleRules("actor", 1), p.RoleRules("reward", 1, driver=False))
+    assert len(call("prime", p.StartRoles("roles", "prime", "first", rules)).workers) == 2
+    call("sub", p.WorkerWaits("roles", "sub", "actor", 0, 1, "no room"))
+    assert call("w1", p.RegisterWorker("roles", "w1", "actor", 0, 1, "n0")).state is p.WorkerState.RUNNING
+    call("sub", p.WorkerEnded("roles", "sub", "actor", 0, 1, p.WorkerCause.KILLED))
+    call("sub", p.MasterRestarted("roles", "sub", "actor"))
+    assert call("sub", p.AwaitRoles("roles", "sub", role="actor")).workers[0].life == 2
+    call("user", p.RestartRole("roles", "user", "actor"))
+    call("user", p.StopRoles("roles", "user", "enough"))
+    assert call("user", p.ShowRoles("roles")).phase is p.JobPhase.STOPPED
 
 
 def play_planned_nodes(call: Callable[..., Any]) -> None:

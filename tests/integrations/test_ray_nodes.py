@@ -34,6 +34,7 @@ def test_a_worker_of_a_lost_node_goes_on_on_another_one_before_ray_knows(tmp_pat
 
     handle = edge_job(tmp_path)
     first = runs(handle, "server", 0)
+    runs(handle, "main", 0)
     lost = two_edges.of(first.node)
     two_edges.lose(lost)
     second = runs(handle, "server", 0, life=2)
