@@ -128,7 +128,6 @@ def test_a_role_has_no_other_methods() -> None:
 # ---- DLRover's spellings ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement("DL-24")
 def test_the_spellings_of_dlrover_describe_the_same_job() -> None:
     theirs = (
         DLJobBuilder("ppo").node_num(2).device_per_node(8).device_type("GPU").global_env({"A": "1"})
