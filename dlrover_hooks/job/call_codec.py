@@ -28,7 +28,7 @@ def encode(value: Any) -> bytes:
     """Raises UsageError for a value of another type."""
     try:
         return msgspec.msgpack.encode(_tagged(value), enc_hook=_extension)
-    except (TypeError, NotImplementedError, OverflowError) as error:
+    except (TypeError, OverflowError) as error:
         raise UsageError(
             f"{error}: it cannot be sent to another worker",
             hint="send numbers, text, bytes, lists, tuples, dicts, NumPy arrays and torch tensors",
@@ -57,39 +57,39 @@ def _key(key: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Raises NotImplementedError for what would arrive as another type."""
+    """Raises TypeError for what would arrive as another type."""
     torch = sys.modules.get("torch")
     if type(value) in _PLAIN or isinstance(value, (np.ndarray, np.generic)):
         return value
     if torch is not None and isinstance(value, torch.Tensor):
         return value
-    raise NotImplementedError(f"an object of type {type(value).__name__}")
+    raise TypeError(f"an object of type {type(value).__name__}")
 
 
 def _extension(value: Any) -> Any:
     if isinstance(value, np.generic):
         item = value.item()
         if type(item) not in _PLAIN:
-            raise NotImplementedError(f"a NumPy scalar of type {value.dtype}")
+            raise TypeError(f"a NumPy scalar of type {value.dtype}")
         return item
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(_ARRAY, _packed(value))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized:
-            raise NotImplementedError(f"a tensor with the layout {value.layout}")
+            raise TypeError(f"a tensor with the layout {value.layout}")
         flat = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         name = str(flat.dtype).removeprefix("torch.")
         raw = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw.tobytes())))
-    raise NotImplementedError(f"an object of type {type(value).__name__}")
+    raise TypeError(f"an object of type {type(value).__name__}")
 
 
 def _packed(value: np.ndarray[Any, Any]) -> bytes:
     if value.dtype.hasobject:
-        raise NotImplementedError("a NumPy array of Python objects")
+        raise TypeError("a NumPy array of Python objects")
     if value.dtype.fields is not None:
-        raise NotImplementedError("a NumPy array of structures")
+        raise TypeError("a NumPy array of structures")
     return msgspec.msgpack.encode(_Array(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()))
 
 

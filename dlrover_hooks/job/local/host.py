@@ -65,7 +65,7 @@ class ProcessHost:
         self._changed = threading.Condition()
         self._finished = threading.Event()
         self._listener = listen(0)
-        self._primes, self._early_ends = 0, 0
+        self._early_ends = 0
         self._prime_due: float | None = 0.0
 
     @property
@@ -83,7 +83,7 @@ class ProcessHost:
                 self._start_prime()
                 timeout_s = None if self._prime_due is None else max(0.0, self._prime_due - time.monotonic())
                 for key, _ in self._selector.select(timeout_s):
-                    if key.data == "life" and not os.read(self._life_fd or 0, 1024):
+                    if key.data == "life" and not os.read(key.fd, 1024):
                         log.warning("the process that submitted the job is gone: ending it")
                         shutil.rmtree(self.folder, ignore_errors=True)
                         return 1
@@ -100,7 +100,7 @@ class ProcessHost:
     def _start_prime(self) -> None:
         if self._prime_due is None or time.monotonic() < self._prime_due:
             return
-        self._prime_due, self._primes = None, self._primes + 1
+        self._prime_due = None
         fd = self._listener.fileno()
         command = [sys.executable, "-m", PRIME_MODULE, self.folder, "--fd", str(fd)]
         self._begin(PRIME, command, {}, (fd,))
@@ -114,13 +114,14 @@ class ProcessHost:
     def _look(self) -> None:
         """Reap what has ended."""
         for name, child in list(self._children.items()):
-            if (code := child.exit_code()) is not None:
-                self._gone(name, code)
+            if child.exit_code() is not None:
+                self._gone(name)
 
-    def _gone(self, name: str, code: int) -> None:
+    def _gone(self, name: str) -> None:
+        """Note the end of a process. What is left of it and of its session is killed."""
         child = self._children.pop(name)
         self._selector.unregister(child)
-        child.end()
+        code = child.end()
         if name == PRIME:
             early = time.monotonic() - child.started_at < _EARLY_S
             self._early_ends = self._early_ends + 1 if early and code > 0 else 0
@@ -151,11 +152,9 @@ class ProcessHost:
         return running.pid if running is not None else self._begin(name, command, env)
 
     def _kill(self, name: str) -> None:
-        if (child := self._children.get(name)) is not None:
+        if name in self._children:
             self._killed.add(name)
-            child.signal(signal.SIGKILL)
-            child.wait(5.0)
-            self._gone(name, child.exit_code() if child.exit_code() is not None else -9)  # type: ignore[arg-type]
+            self._gone(name)
 
     def _running(self, prefix: str) -> dict[str, int]:
         return {name: child.pid for name, child in self._children.items() if name.startswith(prefix)}

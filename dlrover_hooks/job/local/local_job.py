@@ -31,8 +31,7 @@ def submit(spec: JobSpec) -> LocalJob:
     """Start a job on this machine. It ends with this process.
 
     Raises:
-        UsageError: a job of this name runs here already.
-        LaunchError: it could not be started.
+        LaunchError: a job of this name runs here already, or it could not be started.
     """
     return LocalJob(spec)
 

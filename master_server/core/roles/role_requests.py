@@ -80,10 +80,8 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
     """A process is up. Raises BadRequest, Stale."""
     roles = _roles(job)
     worker = _current(job, roles, event.role, event.rank, event.life)
-    if not event.incarnation or roles.incarnations.get(event.incarnation, (worker.role, worker.rank)) != (
-        worker.role,
-        worker.rank,
-    ):
+    place = (worker.role, worker.rank)
+    if not event.incarnation or roles.incarnations.get(event.incarnation, place) != place:
         raise BadRequest(
             f"{event.incarnation!r} cannot be {_name(worker)} of job {job.name!r}: it is another worker, or no name.",
             hint="Give each process an incarnation of its own.",
@@ -93,7 +91,7 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
     if worker.state is WorkerState.INITIAL:
         worker.state, worker.incarnation, worker.waits = WorkerState.RUNNING, event.incarnation, ""
         worker.node, worker.pid, worker.address = event.node, event.pid, event.address
-        roles.incarnations[event.incarnation] = (worker.role, worker.rank)
+        roles.incarnations[event.incarnation] = place
         note(roles, now, "running", worker, detail=f"node {event.node}, pid {event.pid}")
         _follow(job, roles, now, effects)
     return role_state.shown(worker)
@@ -108,15 +106,14 @@ def ended(job: Job, event: WorkerEnded, now: float, effects: Effects) -> Done:
     if roles.over or worker.life != event.life or worker.state is WorkerState.DONE:
         return Done()
     if event.cause is None:
-        _done(job, roles, worker, now, effects)
+        _done(roles, worker, now)
     else:
         _failed(job, roles, worker, event.cause, event.detail, now, recovers=event.recovers)
     _follow(job, roles, now, effects)
     return Done()
 
 
-def _done(job: Job, roles: RoleJob, worker: WorkerRecord, now: float, effects: Effects) -> None:
-    del job, effects
+def _done(roles: RoleJob, worker: WorkerRecord, now: float) -> None:
     roles.incarnations.pop(worker.incarnation, None)
     worker.state = WorkerState.DONE
     note(roles, now, "done", worker)

@@ -247,7 +247,7 @@ def test_lives_go_on_for_ranks_that_there_were_not_in_between() -> None:
 
 
 def test_the_number_of_changes_goes_on_with_another_submission() -> None:
-    """Who waits for a change of the former one hears of the new one."""
+    """A request that waits for a change of the former one is answered by the new one."""
     world = RoleWorld()
     world.stop()
     seen = world.show().number
@@ -347,7 +347,7 @@ def test_rejoin_starts_the_role_again_if_the_others_do_not_recover() -> None:
 
 
 def test_rejoin_starts_the_role_again_if_some_worker_of_it_is_done() -> None:
-    """Who is done forms no round any more."""
+    """A worker that is done forms no round any more."""
     world = RoleWorld(actor(REJOIN, 3), REWARD)
     world.done(2)
     world.end(1, recovers=True)
