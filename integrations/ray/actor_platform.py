@@ -45,7 +45,6 @@ class RayWorkers:
 
     def __init__(self, submission: Submission, role: str, worker_class: type) -> None:
         self._spec, self._role, self._worker_class = submission.spec, role, worker_class
-        self._submission = submission
         self._slots = self._spec.plan().slots(self._spec)
         self._lock = threading.Lock()
         self._running = dict[Any, tuple[int, int]]()
@@ -133,12 +132,8 @@ class RayWorkers:
         """See `WorkerPlatform`."""
         with self._lock:
             references = list(self._running)
-        if not references:
-            time.sleep(min(timeout_s, _TURN_S / 5))
-            return []
-        ready, _ = ray.wait(references, timeout=min(timeout_s, _TURN_S), fetch_local=False)
         found = list[EndedWorker]()
-        for one in ready:
+        for one in _ready(references, timeout_s):
             with self._lock:
                 place = self._running.pop(one, None)
             if place is not None:
@@ -164,6 +159,14 @@ class RayWorkers:
         return actor_name(self._spec.name, "worker", self._role, rank, life)
 
 
+def _ready(references: list[Any], timeout_s: float) -> list[Any]:
+    """Those that are ready; waits for the first one, but not long: others may be added meanwhile."""
+    if not references:
+        time.sleep(min(timeout_s, _TURN_S / 5))
+        return []
+    return ray.wait(references, timeout=min(timeout_s, _TURN_S), fetch_local=False)[0]
+
+
 def _brief(text: str) -> str:
     """What Ray says of the end of a process, without what it repeats and advises."""
     found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
@@ -173,6 +176,13 @@ def _brief(text: str) -> str:
 def group_name(spec: JobSpec, number: int) -> str:
     """The name of a placement group of the job."""
     return f"{spec.name}/group/{number}"
+
+
+def remove_job(spec: JobSpec, *, but: str = "") -> None:
+    """Kill all actors of a job, except for one, workers first, and give its places back."""
+    for part in ("worker/", "sub-master/", ""):
+        cluster_state.kill_all(actor_name(spec.name, part), but=but)
+    cluster_state.remove_groups(group_name(spec, number) for number in range(len(spec.plan().groups)))
 
 
 class RayMasters:
@@ -246,12 +256,8 @@ class RayMasters:
         """See `MasterPlatform`."""
         with self._lock:
             references = [*self._held, *self._back]
-        if not references:
-            time.sleep(min(timeout_s, _TURN_S / 5))
-            return []
-        ready, _ = ray.wait(references, timeout=min(timeout_s, _TURN_S), fetch_local=False)
         found = list[str]()
-        for one in ready:
+        for one in _ready(references, timeout_s):
             with self._lock:
                 held, back = self._held.pop(one, None), self._back.pop(one, None)
             try:
@@ -265,11 +271,8 @@ class RayMasters:
 
     def finish(self, roles: Roles) -> None:
         """See `MasterPlatform`."""
-        job = self._spec.name
-        cluster_state.kill_all(actor_name(job, "worker", ""))
-        cluster_state.kill_all(actor_name(job, "sub-master", ""))
-        cluster_state.remove_groups(group_name(self._spec, number) for number in range(len(self._spec.plan().groups)))
-        cluster_state.put_result(job, self._submission.id, roles)
+        remove_job(self._spec, but=actor_name(self._spec.name, "prime"))
+        cluster_state.put_result(self._spec.name, self._submission.id, roles)
 
 
 def _amounts(resources: dict[str, float]) -> str:

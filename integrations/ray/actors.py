@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -70,6 +71,7 @@ class PrimeActor:
             client.close()
             http.close()
             listener.close()
+        shutil.rmtree(folder, ignore_errors=True)  # the job is over
 
 
 def _listener(job: str, node: str, host: str) -> socket.socket:

@@ -16,7 +16,7 @@ from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import Conflict, HooksError, LaunchError, MasterAway
 from dlrover_hooks.integrations.ray import cluster_state
-from dlrover_hooks.integrations.ray.actor_platform import group_name
+from dlrover_hooks.integrations.ray.actor_platform import remove_job
 from dlrover_hooks.integrations.ray.actors import PrimeActor
 from dlrover_hooks.integrations.ray.cluster_state import NAMESPACE, actor_name, actor_options
 from dlrover_hooks.job.job_handle import EXIT_CODES
@@ -51,7 +51,12 @@ def submit(spec: JobSpec, *, address: str | None = None) -> RayJob:
         scheduling_strategy=cluster_state.at_the_head(),
     )
     ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(submission))
-    return RayJob(submission)
+    try:
+        return RayJob(submission)
+    except LaunchError:
+        remove_job(spec)
+        cluster_state.forget(spec.name)
+        raise
 
 
 def attach(job: str, *, address: str | None = None) -> RayJob:
@@ -83,8 +88,7 @@ def _clear_leftovers(spec: JobSpec) -> None:
     left = cluster_state.actor_names(actor_name(spec.name, ""))
     if left:
         log.warning("job %s: removing %d actors that an earlier job of this name has left", spec.name, len(left))
-        cluster_state.kill_all(actor_name(spec.name, ""))
-    cluster_state.remove_groups(group_name(spec, number) for number in range(len(spec.plan().groups)))
+    remove_job(spec)
     cluster_state.forget(spec.name)
 
 
@@ -145,9 +149,7 @@ class RayJob:
         try:
             return self.wait(timeout_s)
         except TimeoutError:
-            spec = self._submission.spec
-            cluster_state.kill_all(actor_name(self.name, ""))
-            cluster_state.remove_groups(group_name(spec, number) for number in range(len(spec.plan().groups)))
+            remove_job(self._submission.spec)
             stopped = p.Roles(phase=p.JobPhase.STOPPED, reason=f"{reason}; its masters did not answer")
             cluster_state.put_result(self.name, self._submission.id, stopped)
             return self.wait(timeout_s)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
+import socket
 import tempfile
 from typing import Any
 
@@ -42,15 +44,18 @@ class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
         self._job, self._state = job, state
         self._token = secrets.token_hex(16)
         self._http: HttpMaster | None = None
-        self._url = ""
+        self._listener: socket.socket | None = None
+        self._url, self._temporary = "", ""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray Train: starts the master."""
         name = self._job or train_run_context.run_config.name or train_run_context.run_id
         self._job = "".join(one if one.isalnum() or one in "-_." else "-" for one in name)
-        folder = self._state or tempfile.mkdtemp(prefix="dlrover-hooks-ray-train-")
+        if not self._state:
+            self._temporary = tempfile.mkdtemp(prefix="dlrover-hooks-ray-train-")
+        folder = self._state or self._temporary
         os.makedirs(folder, exist_ok=True)
-        listener = listen(0, ray.util.get_node_ip_address())
+        listener = self._listener = listen(0, ray.util.get_node_ip_address())
         self._http = HttpMaster(listener, os.path.join(folder, f"{self._job}.journal"), self._token, _SILENT_S)
         self._url = f"http://{listener.getsockname()[0]}:{listener.getsockname()[1]}"
         log.info("run %s: master at %s", self._job, self._url)
@@ -85,6 +90,10 @@ class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
         http, self._http = self._http, None
         if http is not None:
             http.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _tell(variables: dict[str, str]) -> None:
