@@ -26,7 +26,7 @@ from dlrover_hooks.job.sub_master import client_of
 
 log = logging.getLogger("dlrover_hooks.job")
 
-_UP_S, _POLL_S = 120.0, 2.0
+_UP_S, _POLL_S, _ENDING_S = 120.0, 2.0, 10.0
 
 
 def submit(spec: JobSpec, *, address: str | None = None) -> RayJob:
@@ -85,6 +85,10 @@ def _clear_leftovers(spec: JobSpec) -> None:
             f"Job {spec.name!r} runs in this cluster already.",
             hint="Stop it first (integrations.ray.attach(NAME).stop()), or submit(job_name=ANOTHER).",
         )
+    if found is None:  # a job that has just ended closes its journal
+        deadline = time.monotonic() + _ENDING_S
+        while prime in cluster_state.actor_names(prime) and time.monotonic() < deadline:
+            time.sleep(0.05)
     left = cluster_state.actor_names(actor_name(spec.name, ""))
     if left:
         log.warning("job %s: removing %d actors that an earlier job of this name has left", spec.name, len(left))
