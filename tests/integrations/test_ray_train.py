@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,10 @@ def test_a_worker_that_is_killed_costs_no_step_that_was_in_memory(tmp_path: Path
 
     from dlrover_hooks.integrations.ray import RayTrainHooks
 
+    hooks: Any = RayTrainHooks()  # Ray's annotation knows only one of its kinds of callbacks
     run = RunConfig(
         name="run", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=3),
-        callbacks=[RayTrainHooks()],
+        callbacks=[hooks],
     )  # fmt: skip
     trainer = TorchTrainer(
         train, train_loop_config={"folder": str(tmp_path)}, torch_config=TorchConfig(backend="gloo"),
