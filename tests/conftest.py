@@ -18,6 +18,7 @@ from tests.ranks import named_job
 from tests.requirements import Recorder
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own default is not installed here
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, leaves a worker 3 % of a core beside a busy process
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
