@@ -26,6 +26,7 @@ from dlrover_hooks.config.settings import (
     of_lost_peer as of_lost_peer,
     omp_threads as omp_threads,
     place as place,
+    plugins as plugins,
     preload_file as preload_file,
     ray_address as ray_address,
     replace_environment as replace_environment,

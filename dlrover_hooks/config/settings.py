@@ -247,7 +247,7 @@ _LAUNCHERS = (
 )
 _TLS = ("ca_file", "client_cert", "client_key")
 _DRILL = ("faults", "trace", "last_step")
-_VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_TLS, *_DRILL, "rehearsal")]
+_VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_TLS, *_DRILL, "rehearsal", "plugins")]
 
 
 def _launched(env: Mapping[str, str]) -> bool:
@@ -635,6 +635,11 @@ def global_batch_size() -> int | None:
     if size is not None and size < 1:
         raise UsageError(f"{PREFIX}GLOBAL_BATCH_SIZE={text!r} must be at least 1")
     return size
+
+
+def plugins() -> str | None:
+    """DLROVER_HOOKS_PLUGINS: the plug-ins of jobs of several roles, see `dlrover_hooks.job.plugins.select`."""
+    return os.environ.get(PREFIX + "PLUGINS") or None
 
 
 def ray_address() -> str | None:

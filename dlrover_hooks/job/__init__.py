@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrover_hooks.job.builder import DLJobBuilder as DLJobBuilder, RoleBuilder as RoleBuilder
     from dlrover_hooks.job.job_handle import JobHandle as JobHandle
+    from dlrover_hooks.job.platform import EndedWorker as EndedWorker
+    from dlrover_hooks.job.plugins import JobPlugin as JobPlugin
     from dlrover_hooks.job.spec import JobSpec as JobSpec, RoleSpec as RoleSpec
     from dlrover_hooks.job.worker_context import WorkerContext as WorkerContext, current_worker as current_worker
 
 _WHERE = {
     "DLJobBuilder": "builder",
+    "EndedWorker": "platform",
     "JobHandle": "job_handle",
+    "JobPlugin": "plugins",
     "JobSpec": "spec",
     "RoleBuilder": "builder",
     "RoleSpec": "spec",

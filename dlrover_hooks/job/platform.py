@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
@@ -24,8 +24,9 @@ class WorkerPlatform(Protocol):
         """The newest life of each rank whose process runs, or whose end `ended` will tell. Any thread."""
         ...
 
-    def start(self, worker: RoleWorker, avoid: Collection[str]) -> str:
-        """Start the process of its life, on none of the nodes `avoid` if there is another one.
+    def start(self, worker: RoleWorker, avoid: Collection[str], env: Mapping[str, str]) -> str:
+        """Start the process of its life, on none of the nodes `avoid` if there is another one. `env`: variables beyond
+        those of its role.
 
         Why it has to wait; empty: it was started.
         """

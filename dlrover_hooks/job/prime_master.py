@@ -20,6 +20,7 @@ from dlrover_hooks.errors import HooksError, LaunchError, MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.child_process import Child, described
 from dlrover_hooks.job.platform import MasterPlatform
+from dlrover_hooks.job.plugin_events import PluginEvents
 from dlrover_hooks.job.spec import JobSpec
 
 log = logging.getLogger("dlrover_hooks.job")
@@ -40,6 +41,11 @@ class Submission(msgspec.Struct, frozen=True):
     spec: JobSpec
     id: str
     token: str
+    plugins: tuple[p.RolePlugin, ...] = ()
+
+    def plugin_names(self) -> list[str]:
+        """Those that the submitting process could import."""
+        return [one.name for one in self.plugins if one.functions]
 
 
 class HttpMaster:
@@ -94,6 +100,7 @@ class PrimeMaster:
     ) -> None:
         self._job, self._submission = submission.spec.name, submission
         self._client, self._platform, self._look = client, platform, look
+        self._plugins = PluginEvents(self._job, client.incarnation, submission.plugin_names(), self._note)
         self._watch = BackgroundThread(
             "dlrover-hooks-sub-masters", self._restarts, where=f"job {self._job}", on_error="warn", again_s=_AGAIN_S
         )
@@ -113,9 +120,11 @@ class PrimeMaster:
                     log.warning("job %s: waiting for its place: %s", self._job, missing)
                     self._say_missing(roles, missing)
             roles = self._next(roles, _POLL_S if placed else 0.2)
+            self._plugins.follow(roles)
         log.info("job %s: %s: %s", self._job, (roles.phase or p.JobPhase.STOPPED).value, roles.reason)
         roles = self._client.call(p.ShowRoles(self._job))
         self._watch.stopping.set()
+        self._plugins.finish(roles)
         self._platform.finish(roles)
         return roles
 
@@ -129,6 +138,7 @@ class PrimeMaster:
             spec.budgets(),
             msgspec.json.encode(spec).decode(),
             takes_over=True,
+            plugins=self._submission.plugins,
         )
         key, deadline = self._client.key("prime"), time.monotonic() + _FIRST_S
         while True:
@@ -139,8 +149,10 @@ class PrimeMaster:
                 if time.monotonic() > deadline:
                     raise
                 continue
-            if len(roles.events) > 1:
+            again = len(roles.events) > 1
+            if again:
                 self._note(p.MasterRestarted(self._job, own))
+            self._plugins.begin(roles, again=again)
             return roles
 
     def _next(self, roles: p.Roles, timeout_s: float) -> p.Roles:

@@ -16,6 +16,8 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway, MasterError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.job.platform import EndedWorker, WorkerPlatform
+from dlrover_hooks.job.plugins import JobPlugins, PluginFailure
+from dlrover_hooks.job.prime_master import Submission
 
 log = logging.getLogger("dlrover_hooks.job")
 
@@ -41,17 +43,17 @@ class SubMaster:
     """Runs in a process or an actor of its own; `run` returns when the job is over.
 
     Args:
-        job: its name.
+        submission: the job.
         role: its name.
-        trains: its workers form rounds.
         url: of the HTTP master.
-        token: its token.
         platform: of the role's workers.
     """
 
-    def __init__(self, job: str, role: str, *, trains: bool, url: str, token: str, platform: WorkerPlatform) -> None:
-        self._job, self._role, self._trains = job, role, trains
+    def __init__(self, submission: Submission, role: str, url: str, platform: WorkerPlatform) -> None:
+        self._spec, job, token = submission.spec, submission.spec.name, submission.token
+        self._job, self._role, self._trains = job, role, self._spec.role(role).trains
         self._client, self._platform = client_of(url, token), platform
+        self._plugins = JobPlugins(job, submission.plugin_names(), self._plugin_failed)
         self._told: queue.SimpleQueue[p.Roles | EndedWorker | None] = queue.SimpleQueue()
         self._seen = set[tuple[int, int]]()
         """Lives that this SubMaster has started or seen running."""
@@ -133,7 +135,8 @@ class SubMaster:
         place = (worker.rank, worker.life)
         self._waiting = {one: at for one, at in self._waiting.items() if one[0] != worker.rank}
         try:
-            missing = self._platform.start(worker, avoid)
+            env = self._plugins.environment(self._spec, self._role, worker.rank)
+            missing = self._platform.start(worker, avoid, env)
         except Exception as error:  # of the platform: the master shows it, and ends the job if it lasts
             log.exception("job %s: %s %d could not be started", self._job, self._role, worker.rank)
             missing = f"{type(error).__name__}: {error}"
@@ -165,10 +168,10 @@ class SubMaster:
         if end.cause is not None:
             log.warning("job %s: worker %d of role %s (life %d): %s: %s", self._job, end.rank, self._role, end.life,
                         end.cause.value, end.detail.strip().partition("\n")[0])  # fmt: skip
+        policy = self._plugins.policy(self._role, end) if end.cause is not None else None
+        own = self._client.incarnation
         self._tell(
-            p.WorkerEnded(
-                self._job, self._client.incarnation, self._role, end.rank, end.life, end.cause, end.detail, recovers
-            )
+            p.WorkerEnded(self._job, own, self._role, end.rank, end.life, end.cause, end.detail, recovers, policy)
         )
 
     def _broke_round(self, end: EndedWorker) -> bool:
@@ -199,6 +202,9 @@ class SubMaster:
         table: p.Roles = self._client.call(p.ShowRoles(self._job, self._role))
         found = (one for one in table.workers if (one.rank, one.life) == (end.rank, end.life))
         return next((one.incarnation for one in found), "")
+
+    def _plugin_failed(self, failure: PluginFailure) -> None:
+        self._tell(p.PluginFailed(self._job, self._client.incarnation, *failure))
 
     def _tell(self, event: p.Message) -> None:
         """Send until the master answers: what it does not know it cannot replace."""

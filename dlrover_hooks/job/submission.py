@@ -7,9 +7,12 @@ from typing import Any
 
 import msgspec
 
+from dlrover_hooks import config as settings
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.job.job_handle import JobHandle
+from dlrover_hooks.job.plugins import JobPlugins, PluginFailure, select
 from dlrover_hooks.job.spec import JobSpec
+from dlrover_hooks.protocol import RolePlugin
 
 _BACKENDS = {"local": "dlrover_hooks.job.local.local_job", "ray": "dlrover_hooks.integrations.ray"}
 
@@ -29,14 +32,18 @@ def submit(
 
     Raises:
         JobSpecError: the job cannot run as described.
-        UsageError: there is no such backend or option.
+        UsageError: there is no such backend or option, or no plug-in that DLROVER_HOOKS_PLUGINS names.
         MissingExtra: Ray is not installed.
         Conflict: a job of this name runs already.
     """
     if backend not in _BACKENDS:
         raise UsageError(f"backend={backend!r}: there are {' and '.join(repr(one) for one in _BACKENDS)}")
     spec = (msgspec.structs.replace(spec, name=job_name) if job_name else spec).checked()
-    handle: JobHandle = importlib.import_module(_BACKENDS[backend]).submit(spec, **options)
+    failures = list[PluginFailure]()
+    plugins = JobPlugins(spec.name, select(settings.plugins()), failures.append)
+    spec = plugins.prepared(spec)
+    used = tuple(_with_failures(one, failures) for one in plugins.listed())
+    handle: JobHandle = importlib.import_module(_BACKENDS[backend]).submit(spec, plugins=used, **options)
     if not wait:
         return handle
     try:
@@ -44,3 +51,9 @@ def submit(
     except KeyboardInterrupt:
         handle.stop("Ctrl-C")
         raise
+
+
+def _with_failures(plugin: RolePlugin, failures: list[PluginFailure]) -> RolePlugin:
+    own = [one for one in failures if one.plugin == plugin.name]
+    problem = f"{own[-1].function}: {own[-1].detail}" if own else ""
+    return msgspec.structs.replace(plugin, failures=len(own), problem=problem)

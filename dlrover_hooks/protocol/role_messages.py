@@ -101,6 +101,17 @@ class RoleBudgets(Message, frozen=True):
     ready_s: Seconds = 300.0
 
 
+class RolePlugin(Message, frozen=True):
+    """A plug-in that the job uses. `functions`: those that it has, by name. `failures`: how often one of them failed;
+    `problem`: how the last time.
+    """
+
+    name: str
+    functions: tuple[str, ...] = ()
+    failures: Count = 0
+    problem: str = ""
+
+
 class StartRoles(Message, frozen=True):
     """Start a job of several roles. Sent again with the same `submission` it changes nothing.
 
@@ -116,6 +127,7 @@ class StartRoles(Message, frozen=True):
     budgets: RoleBudgets = RoleBudgets()
     spec: str = ""
     takes_over: bool = False
+    plugins: tuple[RolePlugin, ...] = ()
 
 
 class RegisterWorker(Message, frozen=True):
@@ -139,7 +151,7 @@ class WorkerEnded(Message, frozen=True):
     """The process of life `life` has ended or will do nothing more. `cause` None: it is done.
 
     Sent by the SubMaster. Ignored for any life but the current one, and for one that was done. `recovers`: the other
-    workers of the role recover in their processes.
+    workers of the role recover in their processes. `policy`: what a plug-in wants to follow; None: as the role says.
     """
 
     job: str
@@ -150,6 +162,7 @@ class WorkerEnded(Message, frozen=True):
     cause: WorkerCause | None = None
     detail: str = ""
     recovers: bool = False
+    policy: FailurePolicy | None = None
 
 
 class WorkerWaits(Message, frozen=True):
@@ -169,6 +182,26 @@ class MasterRestarted(Message, frozen=True):
     job: str
     incarnation: str
     role: str = ""
+
+
+class PluginFailed(Message, frozen=True):
+    """A function of a plug-in raised an exception, did not return in time, or returned what it must not. It is noted in
+    the events and counted; nothing else follows.
+    """
+
+    job: str
+    incarnation: str
+    plugin: str
+    function: str
+    detail: str = ""
+
+
+class NodesRelaunched(Message, frozen=True):
+    """A plug-in has replaced these nodes, or restarted them: their failures do not count any more."""
+
+    job: str
+    incarnation: str
+    nodes: tuple[str, ...]
 
 
 class RestartRole(Message, frozen=True):
@@ -265,3 +298,4 @@ class Roles(Message, frozen=True):
     """The newest ones; none in answers about one role."""
     dropped: Count = 0
     """How many older ones are not listed any more."""
+    plugins: tuple[RolePlugin, ...] = ()

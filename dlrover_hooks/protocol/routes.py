@@ -77,6 +77,8 @@ from dlrover_hooks.protocol.ps_messages import (
 from dlrover_hooks.protocol.role_messages import (
     AwaitRoles,
     MasterRestarted,
+    NodesRelaunched,
+    PluginFailed,
     RegisterWorker,
     RestartRole,
     Roles,
@@ -212,6 +214,22 @@ ROUTES: tuple[Route, ...] = (
         reply=Done,
         event=True,
         summary="A PrimeMaster or a SubMaster was started again.",
+    ),
+    Route(
+        method="POST",
+        path="/v1/roles/plugin-failed",
+        request=PluginFailed,
+        reply=Done,
+        event=True,
+        summary="A plug-in failed.",
+    ),
+    Route(
+        method="POST",
+        path="/v1/roles/relaunched",
+        request=NodesRelaunched,
+        reply=Done,
+        event=True,
+        summary="A plug-in has relaunched nodes.",
     ),
     Route(
         method="POST", path="/v1/roles/restart", request=RestartRole, reply=Roles, event=True, summary="Restart a role."

@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -70,7 +70,7 @@ class RayWorkers:
                     self._follow(rank, life, cluster_state.actor(self._name(rank, life)))
         return found
 
-    def start(self, worker: RoleWorker, avoid: Collection[str]) -> str:
+    def start(self, worker: RoleWorker, avoid: Collection[str], env: Mapping[str, str]) -> str:
         """See `WorkerPlatform`.
 
         The place is the worker's bundle. Ray moves a bundle only once it has declared its node dead, which takes it 18
@@ -96,7 +96,7 @@ class RayWorkers:
             known["memory"] = memory
         options = actor_options(
             self._name(worker.rank, worker.life), **known, resources=amounts or None, max_restarts=0,
-            scheduling_strategy=where, runtime_env={"env_vars": self._spec.env | role.env},
+            scheduling_strategy=where, runtime_env={"env_vars": {**env, **self._spec.env, **role.env}},
         )  # fmt: skip
         actors: Any = ray.remote(concurrency_groups={"calls": _CALLS, "run": 4})(self._worker_class)  # pyright: ignore[reportCallIssue]
         made = actors.options(**options).remote(self._spec.name, self._role, worker.rank, worker.life)

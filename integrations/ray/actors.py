@@ -109,10 +109,7 @@ class SubMasterActor:
             try:
                 address = _address(spec.name)
                 platform = RayWorkers(self._submission, self._role, WorkerActor)
-                trains = spec.role(self._role).trains
-                SubMaster(
-                    spec.name, self._role, trains=trains, url=address.url, token=address.token, platform=platform
-                ).run()
+                SubMaster(self._submission, self._role, address.url, platform).run()
                 self._over.set()
             except Exception:
                 log.exception("job %s, role %s: the SubMaster failed; it tries again", spec.name, self._role)

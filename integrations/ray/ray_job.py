@@ -29,12 +29,13 @@ log = logging.getLogger("dlrover_hooks.job")
 _UP_S, _POLL_S, _ENDING_S = 120.0, 2.0, 10.0
 
 
-def submit(spec: JobSpec, *, address: str | None = None) -> RayJob:
+def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePlugin, ...] = ()) -> RayJob:
     """Start a job on a Ray cluster. It goes on when this process ends.
 
     Args:
         spec: the job.
         address: of the cluster. None: that of RAY_ADDRESS, or a cluster of this process alone, which ends with it.
+        plugins: those that its masters load.
 
     Raises:
         Conflict: a job of this name runs there.
@@ -42,7 +43,7 @@ def submit(spec: JobSpec, *, address: str | None = None) -> RayJob:
     """
     _connect(address)
     _clear_leftovers(spec)
-    submission = Submission(spec, uuid.uuid4().hex, secrets.token_hex(16))
+    submission = Submission(spec, uuid.uuid4().hex, secrets.token_hex(16), plugins)
     options = actor_options(
         actor_name(spec.name, "prime"),
         num_cpus=0,

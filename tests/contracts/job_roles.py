@@ -34,6 +34,12 @@ def serve() -> None:
     worker.serve(double=double, pid=os.getpid, echo=lambda value: value, fail=fail, size=queue.qsize)
 
 
+def site() -> None:
+    """Writes what plug-ins have put into its environment."""
+    (_folder() / f"site-{current_worker().life}").write_text(f"{os.environ['SITE']}, {os.environ['SITE_WORKER']}")
+    _until("end")
+
+
 def wait() -> None:
     """Done once the test says so."""
     _until("end")

@@ -6,6 +6,7 @@ Every process is real, and every kill is SIGKILL or SIGSTOP.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +26,34 @@ RUNNING, DONE = p.WorkerState.RUNNING, p.WorkerState.DONE
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has two plug-ins once it is in sys.path. Processes that are started have it there."""
+    folder = tmp_path_factory.mktemp("plugins")
+    installed = folder / "site_plugins-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: site-plugins\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[dlrover_hooks.plugins]\nsite = job_plugin\nbroken = broken_plugin\n")
+    for name in ("job_plugin.py", "broken_plugin.py"):
+        shutil.copy(Path(__file__).with_name(name), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(plugins: Path) -> Iterator[None]:
     """A Ray cluster of this process alone."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(plugins))
+        _start_ray()
     yield
     ray.shutdown()
+
+
+def _start_ray() -> None:
+    import ray
+
+    ray.init(address="local", num_cpus=16, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
 
 
 class Backend:
@@ -347,3 +369,37 @@ def test_one_job_has_the_same_events_on_both_backends(
         log = events(handle)
         logs.append([log[0], sorted(log[1:3]), *log[3:]])  # which of the first two workers is up first is left open
     assert logs[0] == logs[1]
+
+
+@pytest.mark.requirement("DL-23")
+def test_plug_ins_change_a_job_and_follow_it_and_one_that_fails_does_not_harm_it(
+    backend: Backend, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(plugins))
+    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    calls = plugins / "calls"
+    calls.unlink(missing_ok=True)
+    handle = backend.submit(backend.job().restarts(node=0).role("one").run(f"{ROLES}:site").build())
+    sites = [backend.folder / f"site-{life}" for life in (1, 2)]
+    first = runs(handle, "one", 0)
+    assert until(lambda: sites[0].exists() and sites[0].read_text(), "it writes") == "prepared, job one 0"
+    kill(first.pid)
+    runs(handle, "one", 0, life=2)
+    assert until(lambda: sites[1].exists() and sites[1].read_text(), "it writes again") == "prepared, job one 0"
+    until(lambda: handle.status().events[-1].kind == "plugin" and not handle.status().avoid, "the node is relaunched")
+    backend.end()
+    assert handle.wait(60) == 0, handle.status()
+
+    assert used(handle) == {"worker one": 1, "role one": 1}, "the plug-in has chosen another policy"
+    lines = calls.read_text().splitlines()
+    assert lines.count("relaunched 1") == 1
+    told = [
+        f"event {one.kind} {one.role} {one.rank} {one.life}" for one in handle.status().events if one.kind != "plugin"
+    ]
+    assert [line for line in lines if line.startswith("event")] == told
+    broken, site = handle.status().plugins
+    assert (site.name, site.failures, site.problem) == ("site", 0, "")
+    assert set(site.functions) == {"prepare_job", "worker_env", "on_worker_ended", "on_event", "relaunch_nodes"}
+    failed = {one.text for one in handle.status().events if one.kind == "plugin"}
+    assert failed == {f"broken: {name} failed" for name in set(site.functions) - {"prepare_job"}}
+    assert broken.failures == 1 + sum(one.kind == "plugin" for one in handle.status().events)

@@ -110,6 +110,8 @@ def play_roles(call: Callable[..., Any]) -> None:
     call("sub", p.WorkerEnded("roles", "sub", "actor", 0, 1, p.WorkerCause.KILLED))
     call("sub", p.MasterRestarted("roles", "sub", "actor"))
     assert call("sub", p.AwaitRoles("roles", "sub", role="actor")).workers[0].life == 2
+    call("sub", p.PluginFailed("roles", "sub", "site", "on_event"))
+    call("sub", p.NodesRelaunched("roles", "sub", ("n0",)))
     call("user", p.RestartRole("roles", "user", "actor"))
     call("user", p.StopRoles("roles", "user", "enough"))
     assert call("user", p.ShowRoles("roles")).phase is p.JobPhase.STOPPED

@@ -27,26 +27,26 @@ from dlrover_hooks.launcher.launcher_lock import sole
 _UP_S = 60.0
 
 
-def submit(spec: JobSpec) -> LocalJob:
-    """Start a job on this machine. It ends with this process.
+def submit(spec: JobSpec, *, plugins: tuple[p.RolePlugin, ...] = ()) -> LocalJob:
+    """Start a job on this machine. It ends with this process. `plugins`: those that its masters load.
 
     Raises:
         LaunchError: a job of this name runs here already, or it could not be started.
     """
-    return LocalJob(spec)
+    return LocalJob(spec, plugins)
 
 
 class LocalJob:
     """A `JobHandle`. It owns a folder with sockets, and the process that owns all others of the job."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, plugins: tuple[p.RolePlugin, ...]) -> None:
         self._spec, self._token = spec, secrets.token_hex(16)
         with contextlib.ExitStack() as owned:
             owned.enter_context(sole(spec.name, ""))
             self._folder = os.path.join(settings.runtime_dir(), f"job-{uuid.uuid4().hex[:12]}")
             os.makedirs(self._folder, mode=0o700)
             owned.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            submission = Submission(spec, uuid.uuid4().hex, self._token)
+            submission = Submission(spec, uuid.uuid4().hex, self._token, plugins)
             with open(os.path.join(self._folder, "job.json"), "wb") as file:
                 file.write(msgspec.json.encode(submission))
             life, life_end = os.pipe()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -62,7 +62,7 @@ class LocalWorkers:
             found[rank] = max(life, found.get(rank, 0))
         return found
 
-    def start(self, worker: RoleWorker, avoid: Collection[str]) -> str:
+    def start(self, worker: RoleWorker, avoid: Collection[str], env: Mapping[str, str]) -> str:
         """See `WorkerPlatform`. There is one node."""
         del avoid
         place = WorkerPlace(
@@ -79,7 +79,7 @@ class LocalWorkers:
         with self._told:
             self._untold[worker.rank] = worker.life
         self._host.call("start", _name(self._role, worker.rank, worker.life), command,
-                        self._spec.env | self._spec.role(self._role).env)  # fmt: skip
+                        {**env, **self._spec.env, **self._spec.role(self._role).env})  # fmt: skip
         return ""
 
     def end(self, rank: int, life: int) -> None:

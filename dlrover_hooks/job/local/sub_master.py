@@ -32,8 +32,7 @@ def main() -> None:
     platform = LocalWorkers(
         LocalAddress(options.folder, url, submission.token), spec, options.role, socket.gethostname()
     )
-    trains = spec.role(options.role).trains
-    SubMaster(spec.name, options.role, trains=trains, url=url, token=submission.token, platform=platform).run()
+    SubMaster(submission, options.role, url, platform).run()
     os._exit(0)  # its threads may wait in a call
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dlrover_hooks.master.core.roles import role_state
-from dlrover_hooks.master.core.roles.role_state import RoleJob, WorkerRecord, begin_life, charge, note
+from dlrover_hooks.master.core.roles.role_state import RoleJob, WorkerRecord, begin_life, charge, node_budget, note
 from dlrover_hooks.protocol import FailurePolicy, JobPhase, WorkerCause, WorkerState
 
 
 def failed(
-    roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, detail: str, now: float, *, recovers: bool
+    roles: RoleJob,
+    worker: WorkerRecord,
+    cause: WorkerCause,
+    detail: str,
+    now: float,
+    *,
+    recovers: bool,
+    policy: FailurePolicy | None = None,
 ) -> None:
-    """Worker `worker` ended in its current life. `recovers`: see `WorkerEnded`."""
+    """Worker `worker` ended in its current life. `recovers`, `policy`: see `WorkerEnded`."""
     what = f"{cause.value}: {detail.strip()}" if detail.strip() else cause.value
     note(roles, now, "lost", worker, text=cause.value, detail=detail.strip())
     place, rules = f"worker {worker.rank} of role {worker.role!r}", roles.rules[worker.role]
@@ -19,13 +26,14 @@ def failed(
         over = charge(roles, "preemption", roles.budgets.preemptions, now)
     else:
         over = charge(roles, f"worker {worker.role}", rules.worker_restarts, now)
-    policy = rules.on_failure
+    asked = policy is not None
+    policy = policy or rules.on_failure
     if cause is WorkerCause.WRONG_SETTING:
         over = "a restart does not help"
     elif cause is WorkerCause.NEVER_STARTED and not worker.former:
         over = "there never was a place for it"
     elif policy is FailurePolicy.FAIL:
-        over = f"on_failure of role {worker.role!r} is 'fail'"
+        over = "a plug-in ends the job" if asked else f"on_failure of role {worker.role!r} is 'fail'"
     if not over:
         over = _follow(roles, worker, policy, what, now, recovers=recovers)
     if over:
@@ -37,7 +45,7 @@ def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: 
     node = worker.node
     if not node or cause in (WorkerCause.PREEMPTED, WorkerCause.RAISED):
         return
-    if charge(roles, f"node {node}", roles.budgets.node_failures, now) and node not in roles.avoid:
+    if charge(roles, node_budget(node), roles.budgets.node_failures, now) and node not in roles.avoid:
         roles.avoid.append(node)
         note(roles, now, "avoid", text="too many workers failed on a node", detail=node)
 

@@ -6,6 +6,8 @@ of one, because each names the life or the submission that it is about.
 
 from __future__ import annotations
 
+import msgspec
+
 from dlrover_hooks.errors import BadRequest, Conflict, Stale
 from dlrover_hooks.master.core.effects import Wake, roles_topic, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm
@@ -15,8 +17,11 @@ from dlrover_hooks.protocol import (
     UNLIMITED,
     AwaitRoles,
     Done,
+    FailurePolicy,
     JobPhase,
     MasterRestarted,
+    NodesRelaunched,
+    PluginFailed,
     RegisterWorker,
     RestartRole,
     Roles,
@@ -47,6 +52,7 @@ def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
         )
     _check(job, event)
     job.roles = role_state.started(event.submission, event.roles, event.budgets, event.spec, now)
+    job.roles.plugins = list(event.plugins)
     if roles is not None:
         role_state.follow_up(job.roles, roles)
     job.finished, job.finished_step, job.finish_written = False, None, False
@@ -108,7 +114,7 @@ def ended(job: Job, event: WorkerEnded, now: float, effects: Effects) -> Done:
     if event.cause is None:
         _done(roles, worker, now)
     else:
-        _failed(job, roles, worker, event.cause, event.detail, now, recovers=event.recovers)
+        _failed(job, roles, worker, event.cause, event.detail, now, recovers=event.recovers, policy=event.policy)
     _follow(job, roles, now, effects)
     return Done()
 
@@ -122,10 +128,18 @@ def _done(roles: RoleJob, worker: WorkerRecord, now: float) -> None:
 
 
 def _failed(
-    job: Job, roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, detail: str, now: float, *, recovers: bool
+    job: Job,
+    roles: RoleJob,
+    worker: WorkerRecord,
+    cause: WorkerCause,
+    detail: str,
+    now: float,
+    *,
+    recovers: bool,
+    policy: FailurePolicy | None = None,
 ) -> None:
     job.replies.pop(worker.incarnation, None)
-    failure_policies.failed(roles, worker, cause, _shortened(detail), now, recovers=recovers)
+    failure_policies.failed(roles, worker, cause, _shortened(detail), now, recovers=recovers, policy=policy)
 
 
 def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
@@ -147,6 +161,32 @@ def master_restarted(job: Job, event: MasterRestarted, now: float, effects: Effe
     """A SubMaster or the PrimeMaster was started again. Raises BadRequest."""
     roles = _roles(job)
     note(roles, now, "sub_master" if event.role else "prime_master", role=event.role, text="started again")
+    _follow(job, roles, now, effects)
+    return Done()
+
+
+def plugin_failed(job: Job, event: PluginFailed, now: float, effects: Effects) -> Done:
+    """A function of a plug-in failed. Raises BadRequest."""
+    roles = _roles(job)
+    detail = event.detail[:_MOST_TEXT]
+    roles.plugins = [
+        msgspec.structs.replace(one, failures=one.failures + 1, problem=f"{event.function}: {detail}")
+        if one.name == event.plugin
+        else one
+        for one in roles.plugins
+    ]
+    note(roles, now, "plugin", text=f"{event.plugin}: {event.function} failed", detail=detail)
+    _follow(job, roles, now, effects)
+    return Done()
+
+
+def nodes_relaunched(job: Job, event: NodesRelaunched, now: float, effects: Effects) -> Done:
+    """A plug-in has replaced nodes. Raises BadRequest."""
+    roles = _roles(job)
+    for node in [one for one in event.nodes if one in roles.avoid]:
+        roles.avoid.remove(node)
+        roles.failures.pop(role_state.node_budget(node), None)
+        note(roles, now, "relaunched", text="a plug-in has relaunched a node", detail=node)
     _follow(job, roles, now, effects)
     return Done()
 

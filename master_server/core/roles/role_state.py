@@ -12,6 +12,7 @@ from dlrover_hooks.protocol import (
     RestartCount,
     RoleBudgets,
     RoleEvent,
+    RolePlugin,
     RoleRules,
     Roles,
     RoleWorker,
@@ -78,6 +79,7 @@ class RoleJob(msgspec.Struct):
     avoid: list[str] = []
     events: list[RoleEvent] = []
     dropped: int = 0
+    plugins: list[RolePlugin] = []
 
     @property
     def over(self) -> bool:
@@ -171,6 +173,11 @@ def used(roles: RoleJob, budget: str, now: float) -> int:
     return found.used(now, roles.budgets.window_s) if found is not None else 0
 
 
+def node_budget(node: str) -> str:
+    """The name of the budget of a node."""
+    return f"node {node}"
+
+
 def charge(roles: RoleJob, budget: str, limit: int, now: float) -> str:
     """Count a failure; why the budget is used up, or nothing if it is not."""
     count = roles.failures.setdefault(budget, FailureTimes()).add(now, roles.budgets.window_s)
@@ -193,6 +200,7 @@ def view(roles: RoleJob, now: float, role: str = "") -> Roles:
         avoid=tuple(roles.avoid),
         events=() if role else tuple(roles.events),
         dropped=roles.dropped,
+        plugins=tuple(roles.plugins),
     )
 
 

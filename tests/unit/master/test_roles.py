@@ -101,10 +101,13 @@ class RoleWorld:
         life: int = 0,
         detail: str = "exit code -9",
         recovers: bool = False,
+        policy: FailurePolicy | None = None,
     ) -> None:
         """The SubMaster reports an end of the current life, or of `life`."""
         life = life or self.worker(rank, role).life
-        self.send(p.WorkerEnded("job", "sub-master", role, rank, life, cause, detail if cause else "", recovers))
+        self.send(
+            p.WorkerEnded("job", "sub-master", role, rank, life, cause, detail if cause else "", recovers, policy)
+        )
 
     def done(self, rank: int, role: str = "actor") -> None:
         self.end(rank, None, role)
@@ -393,6 +396,47 @@ def test_fail_ends_the_job() -> None:
     assert world.kinds[-2:] == ["lost", "failed"]
 
 
+@pytest.mark.parametrize("own", [REPLACE, ROLE, FAIL])
+def test_a_plug_in_chooses_another_policy_and_the_budgets_still_count(own: FailurePolicy) -> None:
+    world = RoleWorld(actor(own, worker=3, role=1), REWARD)
+    world.end(0, policy=REPLACE)
+    assert world.lives["actor"] == [2, 1]
+    world.end(1, policy=ROLE)
+    assert world.lives == {"actor": [3, 2], "reward": [1]}
+    assert (world.used("worker", "actor"), world.used("role", "actor")) == (2, 1)
+    world.end(1, policy=ROLE)
+    assert world.phase is JobPhase.FAILED
+    assert "'role actor'" in world.show().reason
+
+
+def test_a_plug_in_may_end_the_job_but_cannot_save_one_with_a_wrong_setting() -> None:
+    world = RoleWorld(actor(REPLACE))
+    world.end(0, policy=FAIL)
+    assert world.phase is JobPhase.FAILED
+    assert world.show().reason.endswith("a plug-in ends the job")
+    world = RoleWorld(actor(REPLACE))
+    world.end(0, WorkerCause.WRONG_SETTING, policy=REPLACE)
+    assert world.phase is JobPhase.FAILED
+
+
+def test_plug_ins_are_listed_and_their_failures_counted() -> None:
+    world = RoleWorld()
+    plugins = (p.RolePlugin("a", ("on_event",)), p.RolePlugin("b", (), 1, "import: no module"))
+    world.stop()
+    world.send(p.StartRoles("job", "user", "second", (actor(),), plugins=plugins))
+    assert world.show().plugins == plugins
+    for _ in range(2):
+        world.send(p.PluginFailed("job", "prime", "a", "on_event", "ValueError: no"))
+    world.send(p.PluginFailed("job", "sub-master", "unknown", "worker_env", "it is not installed"))
+    first, second = world.show().plugins
+    assert (first.failures, first.problem) == (2, "on_event: ValueError: no")
+    assert second == plugins[1]
+    assert [one.text for one in world.show().events if one.kind == "plugin"] == [
+        "a: on_event failed", "a: on_event failed", "unknown: worker_env failed"
+    ]  # fmt: skip
+    assert world.phase is JobPhase.RUNNING
+
+
 def test_a_wrong_setting_ends_the_job_whatever_the_policy_is() -> None:
     for policy in FailurePolicy:
         world = RoleWorld(actor(policy, worker=p.UNLIMITED))
@@ -620,6 +664,25 @@ def test_a_node_with_too_many_failures_is_avoided_and_does_not_end_the_job() -> 
     assert world.show().avoid == ("bad",)
     assert world.kinds.count("avoid") == 1
     assert world.phase is JobPhase.RUNNING
+
+
+def test_a_node_that_was_relaunched_begins_without_failures() -> None:
+    world = RoleWorld(budgets=RoleBudgets(node_failures=0))
+    world.register(0, node="bad")
+    for node in ("bad", "other"):
+        world.end(0)
+        world.register(0, node=node)
+    assert world.show().avoid == ("n0", "bad")
+    world.send(p.NodesRelaunched("job", "prime", ("bad", "unknown")))
+    world.send(p.NodesRelaunched("job", "prime", ("bad",)))
+    assert world.show().avoid == ("n0",)
+    assert "bad" not in [one.of for one in world.show().budgets]
+    assert world.kinds.count("relaunched") == 1
+    world.end(0)
+    assert world.show().avoid == ("n0", "other")
+    world.register(0, node="bad")
+    world.end(0)
+    assert world.show().avoid == ("n0", "other", "bad"), "it is avoided again after other failures"
 
 
 def test_failures_of_a_node_that_are_older_than_the_window_do_not_count() -> None:
