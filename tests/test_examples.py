@@ -358,6 +358,7 @@ def test_the_ppo_example_loses_six_workers_and_no_prompt(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.requirement("DL-15", "DL-26")
 def test_the_sft_example_learns(tmp_path: Path) -> None:
     said = job_of_roles(tmp_path, "sft/train.py")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]

@@ -21,7 +21,7 @@ from dlrover_hooks.job import DLJobBuilder, JobSpec
 from tests.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
-ROLES = "tests.contracts.job_roles"
+ROLES, QUEUES = "tests.contracts.job_roles", "tests.contracts.job_queues"
 RUNNING, DONE = p.WorkerState.RUNNING, p.WorkerState.DONE
 
 
@@ -164,12 +164,22 @@ def used(handle: Any) -> dict[str, int]:
 
 def trains(folder: Path, worker: p.RoleWorker, beyond: int = 0) -> int:
     """The steps of a trainer's process, once it has made more than `beyond`."""
+    return counted(folder / f"steps-{worker.pid}", beyond, f"{worker.role} {worker.rank} trains")
 
-    def steps() -> int:
-        text = (folder / f"steps-{worker.pid}").read_text() if (folder / f"steps-{worker.pid}").exists() else ""
+
+def passed(folder: Path, worker: p.RoleWorker) -> int:
+    """The numbers that a process has put into a queue and taken from it."""
+    return counted(folder / f"passed-{worker.pid}", 0, f"{worker.role} {worker.rank} passes numbers")
+
+
+def counted(file: Path, beyond: int, what: str) -> int:
+    """The number in a file, once it is greater than `beyond`."""
+
+    def found() -> int:
+        text = file.read_text() if file.exists() else ""
         return int(text) if text and int(text) > beyond else 0
 
-    return until(steps, f"{worker.role} {worker.rank} trains")
+    return until(found, what)
 
 
 def kill(*pids: int) -> None:
@@ -186,6 +196,23 @@ def test_roles_call_each_other_and_the_job_is_done_with_its_drivers(backend: Bac
     assert not used(handle)
 
 
+@pytest.mark.requirement("DL-7", "DL-8", "DL-13", "DL-15", "DL-25")
+def test_roles_of_different_kinds_work_at_the_same_time(backend: Backend) -> None:
+    job = backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin")
+    job = job.role("producer").run(f"{QUEUES}:produce").not_driver().role("main").run(f"{QUEUES}:consume")
+    job = job.role("aid").run(f"{REPOSITORY}/tests/contracts/job_script.py --of 3")
+    handle: Any = job.build().submit(job_name="testing", backend=backend.name, wait=False)
+    backend.handles.append(handle)
+    assert handle.name == "testing"
+    trains(backend.folder, runs(handle, "dp", 0))
+    (backend.folder / "steps").touch()
+    assert handle.wait(60) == 0, handle.status()
+    assert (backend.folder / "consumed").read_text() == "True False", "all in order, and without torch"
+    assert (backend.folder / "script").read_text() == "--of 3"
+    assert not used(handle)
+
+
+@pytest.mark.requirement("DL-12", "DL-22")
 def test_a_server_is_replaced_and_no_other_process_notices(backend: Backend) -> None:
     job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}:call")
     handle = backend.submit(job.build())
@@ -244,6 +271,7 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
     assert handle.wait(60) == 0
 
 
+@pytest.mark.requirement("DL-21")
 def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> None:
     job = backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin")
     handle = backend.submit(job.role("other").run(f"{ROLES}:wait").build())
@@ -262,6 +290,7 @@ def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> No
     assert handle.wait(60) == 0, handle.status()
 
 
+@pytest.mark.requirement("DL-20", "DL-21")
 def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> None:
     job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}:call")
     handle = backend.submit(job.build())
@@ -273,6 +302,30 @@ def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> No
     assert used(handle) == {"worker server": 1}  # a death that no master has seen is counted, too
     backend.end()
     assert handle.wait(60) == 0, handle.status()
+
+
+def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_concerns_no_other_job(
+    backend: Backend,
+) -> None:
+    """Upstream lost both, and its actors had the same names in all jobs."""
+    one, two = [
+        backend.submit(
+            backend.job(name).role("server").run(f"{ROLES}:serve").not_driver().role("main").run(main).build()
+        )
+        for name, main in (("one", f"{QUEUES}:pass_numbers"), ("two", f"{ROLES}:wait"))
+    ]
+    server, first = runs(one, "server", 0), runs(one, "main", 0)
+    runs(two, "server", 0), runs(two, "main", 0)
+    others = workers(two)
+    passed(backend.folder, first)
+    kill(backend.prime(one))
+    until(lambda: events(one, "prime_master"), "the PrimeMaster is started again")
+    kill(first.pid)
+    passed(backend.folder, runs(one, "main", 0, life=2))
+    assert workers(one)["server", 0] == server
+    assert (workers(two), used(two), events(two, "prime_master")) == (others, {}, [])
+    backend.end()
+    assert (one.wait(60), two.wait(60)) == (0, 0)
 
 
 def test_an_exception_is_counted_and_ends_the_job_when_the_budget_is_used_up(backend: Backend) -> None:

@@ -67,3 +67,17 @@ def test_a_job_is_found_again_by_its_name(tmp_path: Path, one_node: None) -> Non
     assert again.stop("found") == 130
     assert handle.wait(30) == 130
     assert handle.status().reason == "found"
+
+
+@pytest.mark.requirement("DL-11")
+def test_a_call_between_roles_is_a_call_of_an_actor(tmp_path: Path, one_node: None) -> None:
+    import ray
+
+    job_of_two = job(tmp_path, "calls").role("server").run(f"{ROLES}:serve").not_driver()
+    handle = job_of_two.role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
+    server = runs(handle, "server", 0)
+    runs(handle, "main", 0)
+    actor = ray.get_actor(server.address, namespace="dlrover_hooks")
+    assert ray.get(actor.call.remote("pid", []), timeout=30) == (True, server.pid)
+    assert ray.get(actor.call.remote("double", [[1, 2]]), timeout=30) == (True, [2, 4])
+    assert handle.stop() == 130

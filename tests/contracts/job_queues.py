@@ -1,0 +1,43 @@
+"""Functions of roles that use queues, and nothing of torch. For tests/contracts/test_job_backends.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from dlrover_hooks.job import current_worker
+
+
+def _folder() -> Path:
+    return Path(current_worker().config["folder"])
+
+
+def produce() -> None:
+    """Puts numbers into the queue of role `main` at its own pace."""
+    numbers = current_worker().role("main").queue("numbers")
+    number = 0
+    while not (_folder() / "end").exists():
+        numbers.put(number, timeout_s=60.0)
+        number += 1
+
+
+def consume() -> None:
+    """Takes numbers while another role trains; the job is over then."""
+    numbers = current_worker().queue("numbers", 2)
+    taken = [numbers.get(timeout=60.0) for _ in range(20)]
+    (_folder() / "consumed").write_text(f"{taken == list(range(20))} {'torch' in sys.modules}")
+    while not (_folder() / "steps").exists():
+        threading.Event().wait(0.02)
+    (_folder() / "end").touch()
+
+
+def pass_numbers() -> None:
+    """Puts numbers into a queue of role `server` and takes numbers from it, at first those of the life before."""
+    numbers, passed = current_worker().role("server").queue("numbers"), 0
+    while not (_folder() / "end").exists():
+        numbers.put(passed, timeout_s=60.0)
+        numbers.get(timeout_s=60.0)
+        passed += 1
+        (_folder() / f"passed-{os.getpid()}").write_text(str(passed))
