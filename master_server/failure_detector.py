@@ -25,6 +25,7 @@ from dlrover_hooks.protocol import (
     AwaitNodes,
     AwaitPlan,
     AwaitRoles,
+    AwaitRound,
     AwaitTasks,
     DeleteJob,
     Exited,
@@ -194,7 +195,8 @@ class Liveness:
     def waited(self, request: Poll, *, answered: bool) -> None:
         """The long-poll ended: `answered`, or the client disconnected.
 
-        A client that waits for a round or a lease polls again at once; a worker that received its plan may be busy.
+        A client that waits for a round or a lease polls again at once. A worker that received its plan may be busy, and
+        one that received its rank imports its framework.
         """
         if isinstance(request, _UNTRACKED):
             return
@@ -202,8 +204,8 @@ class Liveness:
         if isinstance(request, Watch):
             heartbeats.closed(self._nodes, name, self._now(), answered=answered)
         else:
-            plan = isinstance(request, AwaitPlan)
-            within_s = self._worker_s(name) if plan else heartbeats.silence_s(self._nodes)
+            works = isinstance(request, AwaitPlan) or (isinstance(request, AwaitRound) and self._has_rank(name))
+            within_s = self._worker_s(name) if works else heartbeats.silence_s(self._nodes)
             heartbeats.expect(self._nodes, name, self._now(), within_s)
         self._arm()
 
@@ -221,6 +223,11 @@ class Liveness:
     def _heard(self, name: Name, for_s: float) -> None:
         heartbeats.heard(self._nodes, name, self._now(), for_s)
         self._arm()
+
+    def _has_rank(self, name: Name) -> bool:
+        job = self._state().jobs.get(name[0])
+        current = job.rounds.round if job is not None else None
+        return current is not None and name[1] in current.members
 
     def _worker_s(self, name: Name) -> float:
         """Seconds a worker may be silent; longer if it has sent no heartbeat yet."""

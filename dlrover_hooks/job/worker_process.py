@@ -152,14 +152,20 @@ class Worker:
     def _seat(self) -> dict[str, str]:
         """Join the role's round, and wait for the others. Raises JobFinished, MasterAway, MasterError."""
         own, role = self._client.incarnation, self._role
-        settings.change_environment({
-            "DLROVER_HOOKS_INCARNATION": own,
-            "DLROVER_HOOKS_LAUNCHER": reaper(self.place.job, role.name),
-            "DLROVER_HOOKS_MIN_WORKERS": str(role.min_workers or role.workers),
-            "DLROVER_HOOKS_MAX_WORKERS": str(role.workers),
-            "LOCAL_RANK": str(self.place.rank % role.per_group),
-            "LOCAL_WORLD_SIZE": "1",
-        })  # fmt: skip
+        settings.change_environment(
+            {
+                "DLROVER_HOOKS_INCARNATION": own,
+                "DLROVER_HOOKS_LAUNCHER": reaper(self.place.job, role.name),
+                "DLROVER_HOOKS_MIN_WORKERS": str(role.min_workers or role.workers),
+                "DLROVER_HOOKS_MAX_WORKERS": str(role.workers),
+                "LOCAL_RANK": str(self.place.rank % role.per_group),
+                "LOCAL_WORLD_SIZE": "1",
+                "TORCHELASTIC_RUN_ID": role_job(self.place.job, role.name),
+                "TORCHELASTIC_MAX_RESTARTS": str(role.worker_restarts),
+                "TORCHELASTIC_RESTART_COUNT": str(self.place.life - 1),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+            }
+        )  # fmt: skip - as torchrun: without a TORCHELASTIC_RUN_ID Lightning picks an environment that keeps its rank
         config, place = settings.load(), settings.place()
         join = msgspec.structs.replace(join_request(config, place, own), again=self._first)
         seated = take_seat(self._client, join, away_s=_AWAY_S, channel="boot", look=self._look)

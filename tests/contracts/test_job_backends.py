@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 ROLES, QUEUES = "tests.contracts.job_roles", "tests.contracts.job_queues"
+HOOKS = "tests.contracts.job_hooks"
 RUNNING, DONE = p.WorkerState.RUNNING, p.WorkerState.DONE
 
 
@@ -456,3 +458,33 @@ def test_plug_ins_change_a_job_and_follow_it_and_one_that_fails_does_not_harm_it
     failed = {one.text for one in handle.status().events if one.kind == "plugin"}
     assert failed == {f"broken: {name} failed" for name in set(site.functions) - {"prepare_job"}}
     assert broken.failures == 1 + sum(one.kind == "plugin" for one in handle.status().events)
+
+
+def lines(folder: Path, name: str) -> list[list[int]]:
+    """What `job_hooks` has noted, of all processes."""
+    return [
+        [int(word) for word in line.split()] for file in folder.glob(name) for line in file.read_text().splitlines()
+    ]
+
+
+def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
+    """ElasticCallback in a role that rejoins, and ShardDataset in one whose workers are replaced; one dies of each."""
+    job = backend.job().role("trainer").train(f"{HOOKS}:lightning").workers(2).restarts(on_failure="rejoin")
+    handle = backend.submit(job.role("reader").run(f"{HOOKS}:shards").workers(2).build())
+    survivor, trainer, reader = runs(handle, "trainer", 0), runs(handle, "trainer", 1), runs(handle, "reader", 1)
+    for role, name in ((trainer, "lightning"), (reader, "shards")):
+        until(lambda role=role, name=name: len(lines(backend.folder, f"{name}-{role.pid}")) >= 5, f"{role.role} works")
+        kill(role.pid)
+    assert handle.wait(120) == 0, handle.status()
+    assert workers(handle)["trainer", 0].pid == survivor.pid
+    assert used(handle) == {"worker trainer": 1, "worker reader": 1}
+
+    steps = dict[tuple[str, int], list[int]]()
+    for file in backend.folder.glob("lightning-*"):
+        for step, *numbers in lines(backend.folder, file.name):
+            steps[file.name, step] = numbers  # of a step that was made twice, the second time counts
+    kept = {step for name, step in steps if name.endswith(f"-{survivor.pid}")}
+    trained = Counter(number for (_, step), numbers in steps.items() if step in kept for number in numbers)
+    assert set(trained) == set(range(400))
+    read = Counter(number for numbers in lines(backend.folder, "shards-*") for number in numbers)
+    assert set(read) == set(range(400))

@@ -49,7 +49,7 @@ def trains(cluster: Cluster, script: TrainedScript, world: int, without: str = "
     until(lambda: script.stepped(world, without, seen), f"a world of {world}", LONG_S, diagnostic=cluster.said)
 
 
-@pytest.mark.requirement("DL-41", "DL-42", "DL-44", "DL-45", "DL-54", "DL-83")
+@pytest.mark.requirement("DL-7", "DL-41", "DL-42", "DL-44", "DL-45", "DL-54", "DL-83")
 def test_a_job_is_scaled_and_loses_pods_and_its_master_and_no_sample(cluster: Cluster, tmp_path: Path) -> None:
     """1 -> 3 -> 2 by kubectl; a Pod is deleted, a node is drained, the master is killed, all while it trains."""
     script = TrainedScript(tmp_path)

@@ -208,6 +208,32 @@ def test_who_has_not_attached_is_its_launchers_to_watch() -> None:
     asyncio.run(lives())
 
 
+def test_a_worker_that_received_its_rank_may_import_for_minutes() -> None:
+    """It joined for itself, and no launcher watches it. Once it sends heartbeats, a lease is enough."""
+    master, now, lost = MasterFake(), [0.0], list[p.Message]()
+
+    async def lives() -> None:
+        liveness = Liveness(Nodes(), lambda: master.state, lost.append, Uptime(lambda: now[0], 1e6), lambda: now[0])
+        liveness.start()
+        asked = p.AwaitRound("job", "w0")
+        liveness.waits(asked, 5.0)
+        master.call(join("w0", seats=(p.Seat("w0", 0),), low=1, high=1, launcher="sub-master"))
+        liveness.round_formed("job")
+        liveness.waited(asked, answered=True)
+        now[0] += GRACE_S - 1
+        liveness._judge()
+        assert lost == []
+        liveness.beat(p.Heartbeat("job", "w0"))
+        liveness.waits(asked, 5.0)
+        liveness.waited(asked, answered=True)
+        now[0] += Nodes().lease_s + 1
+        liveness._judge()
+        assert [getattr(one, "incarnation", "") for one in lost] == ["w0"]
+        liveness.close()
+
+    asyncio.run(lives())
+
+
 def test_failures_before_the_window_are_not_recent() -> None:
     """A failure each hour: the total counts up, and within an hour before the newest there are two at most."""
     master = MasterFake()
