@@ -30,7 +30,7 @@ USUAL := not deep and not kubernetes
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters simulate-cluster chaos kubernetes test-kubernetes check structure format docs clean
+.PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters simulate-roles simulate-cluster chaos kubernetes test-kubernetes check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -75,6 +75,9 @@ test-kubernetes: kubernetes $(KERAS_READY)  ## run the tests on a real control p
 
 simulate-masters: $(READY)  ## several masters on a journal in etcd in virtual time, with faults (SEEDS=FIRST:LAST)
 	$(BIN)/python -m tests.simulation $(SEEDS) masters
+
+simulate-roles: $(READY)  ## jobs of several roles in virtual time, with faults (SEEDS=FIRST:LAST)
+	$(BIN)/python -m tests.simulation $(SEEDS) roles
 
 simulate-cluster: $(READY)  ## the operator and 2,000 jobs on 5,000 simulated nodes for a day, with faults (SEED=N for others)
 	$(BIN)/python -m tests.simulation.cluster $(if $(SEED),--seed $(SEED))

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -122,7 +123,7 @@ class PrimeMaster:
             roles = self._next(roles, _POLL_S if placed else 0.2)
             self._plugins.follow(roles)
         log.info("job %s: %s: %s", self._job, (roles.phase or p.JobPhase.STOPPED).value, roles.reason)
-        roles = self._client.call(p.ShowRoles(self._job))
+        roles = self._ask(p.ShowRoles(self._job))
         self._watch.stopping.set()
         self._plugins.finish(roles)
         self._platform.finish(roles)
@@ -140,20 +141,23 @@ class PrimeMaster:
             takes_over=True,
             plugins=self._submission.plugins,
         )
-        key, deadline = self._client.key("prime"), time.monotonic() + _FIRST_S
+        roles: p.Roles = self._ask(start, self._client.key("prime"))
+        again = len(roles.events) > 1
+        if again:
+            self._ask(p.MasterRestarted(self._job, own), self._client.key("prime"))
+        self._plugins.begin(roles, again=again)
+        return roles
+
+    def _ask(self, request: p.Message, key: str | None = None) -> Any:
+        """Send until the HTTP master answers, and start it again meanwhile. Raises MasterAway after `_FIRST_S`."""
+        deadline = time.monotonic() + _FIRST_S
         while True:
             self._look()
             try:
-                roles: p.Roles = self._client.call(start, timeout_s=_LOOK_S, key=key)
+                return self._client.call(request, timeout_s=_LOOK_S, key=key)
             except MasterAway:
                 if time.monotonic() > deadline:
                     raise
-                continue
-            again = len(roles.events) > 1
-            if again:
-                self._note(p.MasterRestarted(self._job, own))
-            self._plugins.begin(roles, again=again)
-            return roles
 
     def _next(self, roles: p.Roles, timeout_s: float) -> p.Roles:
         request = p.AwaitRoles(self._job, self._client.incarnation, roles.number, timeout_s=timeout_s)
@@ -167,10 +171,11 @@ class PrimeMaster:
     def _say_missing(self, roles: p.Roles, missing: str) -> None:
         for worker in roles.workers:
             if worker.state is p.WorkerState.INITIAL:
-                own = self._client.incarnation
-                self._note(p.WorkerWaits(self._job, own, worker.role, worker.rank, worker.life, missing))
+                own, key = self._client.incarnation, self._client.key("prime")
+                self._ask(p.WorkerWaits(self._job, own, worker.role, worker.rank, worker.life, missing), key)
 
     def _note(self, event: p.Message) -> None:
+        """On other threads than that of `run`, which starts the HTTP master again meanwhile."""
         try:
             self._client.call(event, channel="notes", timeout_s=_FIRST_S)
         except HooksError as error:

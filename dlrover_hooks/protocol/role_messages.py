@@ -113,7 +113,8 @@ class RolePlugin(Message, frozen=True):
 
 
 class StartRoles(Message, frozen=True):
-    """Start a job of several roles. Sent again with the same `submission` it changes nothing.
+    """Start a job of several roles. Sent again with the same `submission` it changes nothing; with one that another one
+    has followed, it is refused (Stale).
 
     `takes_over`: it is the only one that uses this master, so a job that runs by the journal has lost its masters.
     `spec`: the job as its backend needs it, as JSON; the master only keeps it. A job that is over is started again by

@@ -16,7 +16,7 @@ import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from dlrover_hooks.errors import CallFailed, HooksError, MasterError
+from dlrover_hooks.errors import CallFailed, HooksError, MasterError, Stale
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.integrations.ray import cluster_state
@@ -51,6 +51,9 @@ class PrimeActor:
             try:
                 self._serve()
                 break
+            except Stale as error:
+                log.error("job %s: the PrimeMaster ends: %s", self._submission.spec.name, error.message)
+                os._exit(1)  # another submission has its name, and perhaps another actor
             except Exception:
                 log.exception("job %s: the PrimeMaster failed; it tries again", self._submission.spec.name)
                 time.sleep(_AGAIN_S)

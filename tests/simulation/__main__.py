@@ -1,6 +1,7 @@
 """`make simulate SEEDS=FIRST:LAST`: run seeds on all processors and say what happened. Exit code 1: a promise broke.
 
-`make simulate-masters` does the same with several masters on one journal in etcd.
+`make simulate-masters` does the same with several masters on one journal in etcd, `make simulate-roles` with jobs of
+several roles.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from tests.simulation.leaders import simulate_masters
+from tests.simulation.roles.roles_world import simulate_roles
 from tests.simulation.world import Result, simulate
 
 _TELL_S = 5.0
@@ -96,5 +98,5 @@ def main(text: str, work: Callable[[int], Result]) -> int:
 
 
 if __name__ == "__main__":
-    several = sys.argv[2:] == ["masters"]
-    sys.exit(main(sys.argv[1], simulate_masters if several else simulate))
+    kind = sys.argv[2] if len(sys.argv) > 2 else ""
+    sys.exit(main(sys.argv[1], {"": simulate, "masters": simulate_masters, "roles": simulate_roles}[kind]))

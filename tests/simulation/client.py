@@ -44,16 +44,21 @@ class Client:
         network.speaks(incarnation, process)
 
     async def call(
-        self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
+        self,
+        request: Message,
+        *,
+        channel: str = "main",
+        timeout_s: float | None = None,
+        again: bool = True,
+        key: str | None = None,
     ) -> Any:
         """See `MasterClient.call`."""
         row = Routes.by_request[type(request)]
         until = self._process.clock() + (self._deadline_s if timeout_s is None else timeout_s)
-        key = None
-        if row.event:
+        pause_s, unknown = 0.05, key is not None
+        if row.event and key is None:
             self._seqs[channel] += 1
             key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"
-        pause_s, unknown = 0.05, False
         while (left := until - self._process.clock()) > 0:
             body = _ENCODER.encode(_within(request, left) if row.waits else request)
             try:

@@ -140,9 +140,11 @@ class FakeJournal(SqliteJournal):
 
     def write(self, records: list[bytes], snapshot: bytes | None) -> None:
         if self._disk.full:  # SQLite itself is to refuse, in the middle of the transaction
-            pages = self._db.execute("PRAGMA page_count").fetchone()[0]
+            pages, free = (
+                self._db.execute(f"PRAGMA {kind}").fetchone()[0] for kind in ("page_count", "freelist_count")
+            )
             self._db.execute(f"PRAGMA max_page_count = {pages}")
-            records = [*records, bytes(1 << 16)]
+            records = [*records, bytes((free + 16) << 12)]
         try:
             super().append(records, snapshot)
         finally:

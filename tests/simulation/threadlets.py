@@ -61,8 +61,11 @@ class Event(Bell):
 
 
 def start_thread(loop: Loop, process: Process, work: Callable[[], object]) -> None:
-    """Run `work` as a thread of `process`."""
-    thread = greenlet(work)
+    """Run `work` as a thread of `process`. It gives way to the loop, also if another thread has started it."""
+    loop_of_all = getcurrent()
+    while loop_of_all.parent is not None:
+        loop_of_all = loop_of_all.parent
+    thread = greenlet(work, loop_of_all)
     thread.gr_context = process.context()
     process.run(loop.call_soon, thread.switch)
 

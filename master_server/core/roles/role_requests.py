@@ -41,10 +41,12 @@ _END = "End this process: another one has its place, or the job is over."
 
 
 def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
-    """Start the job. Raises BadRequest, Conflict."""
+    """Start the job. Raises BadRequest, Conflict, Stale."""
     roles = job.roles
     if roles is not None and roles.submission == event.submission:
         return role_state.view(roles, now)
+    if roles is not None and event.submission in roles.former:
+        raise Stale(f"Submission {event.submission!r} of job {job.name!r} was followed by another one.", hint=_END)
     if roles is not None and not roles.over and not event.takes_over:
         raise Conflict(
             f"Job {job.name!r} runs already.",

@@ -22,6 +22,7 @@ from dlrover_hooks.protocol import (
 MOST_EVENTS = 500
 """Events that are kept; the figures of the job do not depend on them."""
 MOST_WORKERS = 16384
+MOST_FORMER = 100
 
 
 class WorkerRecord(msgspec.Struct):
@@ -76,6 +77,8 @@ class RoleJob(msgspec.Struct):
     """By budget: `worker ROLE`, `role ROLE`, `job`, `preemption`, `node NODE`."""
     floor: dict[str, int] = {}
     """By role, the greatest life of a worker in an earlier submission."""
+    former: list[str] = []
+    """Earlier submissions of this name, at most `MOST_FORMER`, the newest last."""
     avoid: list[str] = []
     events: list[RoleEvent] = []
     dropped: int = 0
@@ -108,6 +111,7 @@ def follow_up(roles: RoleJob, former: RoleJob) -> None:
     """`roles` is submitted under the name of an earlier job. Lives and changes count on: a process that is left of that
     one, and requests that wait for its changes, are not mistaken for those of this one."""
     roles.number += former.number
+    roles.former = [*former.former, former.submission][-MOST_FORMER:]
     roles.floor = dict(former.floor)
     for role, workers in former.workers.items():
         roles.floor[role] = max(one.life for one in workers)

@@ -227,6 +227,18 @@ def test_a_job_that_is_over_is_started_afresh_by_another_submission() -> None:
     assert world.phase is JobPhase.DONE
 
 
+@pytest.mark.parametrize("second_runs", [True, False])
+def test_a_late_copy_of_an_earlier_submission_is_refused(second_runs: bool) -> None:
+    world = RoleWorld()
+    world.stop()
+    world.submit("second", actor())
+    if not second_runs:
+        world.stop()
+    with pytest.raises(Stale, match="'first' of job 'job' was followed by another one"):
+        world.send(p.StartRoles("job", "user", "first", (actor(),), takes_over=second_runs))
+    assert world.show().submission == "second"
+
+
 def test_lives_go_on_where_those_of_the_former_submission_ended() -> None:
     """A process of it that nobody has killed yet, and reports of its end that come late, mean no worker of the next."""
     world = RoleWorld()

@@ -1,0 +1,188 @@
+"""Harm to a job of several roles, at random moments, of the kinds that the seed has switched on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.protocol import WorkerCause
+from tests.simulation.roles.role_cluster import PRIME, PlacedProcess, RoleNode
+from tests.simulation.roles.role_draw import JOB
+from tests.simulation.roles.role_worker import RoleProcess
+
+if TYPE_CHECKING:
+    from tests.simulation.roles.roles_world import RolesWorld
+
+
+class RoleChaos:
+    """`begin` sets it going; it stops by itself after `RoleDraw.trouble_s`, and everything is mended."""
+
+    def __init__(self, world: RolesWorld) -> None:
+        self.world, self.over = world, False
+        self._kinds = {
+            "kill worker": self._kill_worker,
+            "raise": lambda: self._end_function(WorkerCause.RAISED),
+            "preempt": lambda: self._end_function(WorkerCause.PREEMPTED),
+            "lose node": self._lose_node,
+            "hang node": self._hang_node,
+            "kill sub-master": self._kill_sub_master,
+            "kill master": self._kill_master,
+            "kill prime": self._kill_prime,
+            "kill all three": self._kill_all_three,
+            "no room": self._fill,
+            "restart role": self._restart_role,
+            "stop job": self._stop_job,
+            "partition": self._partition,
+            "disk full": self._fill_disk,
+        }
+
+    def begin(self) -> None:
+        if self.world.drawn.faults:
+            self.world.loop.deliver(self._pause_s(), self._strike)
+        self.world.loop.deliver(self.world.drawn.trouble_s, self._end)
+
+    def _pause_s(self) -> float:
+        return self.world.chance.expovariate(1.0 / self.world.drawn.every_s)
+
+    def _strike(self) -> None:
+        if self.over:
+            return
+        kind = self.world.chance.choice(self.world.drawn.faults)
+        if whom := self._kinds[kind]():
+            self.world.story.fault(self.world.loop.now, kind, whom)
+        self.world.loop.deliver(self._pause_s(), self._strike)
+
+    def _end(self) -> None:
+        self.over = True
+        world = self.world
+        world.network.heal()
+        world.host.disk.full = world.cluster.full = False
+        for node in world.cluster.nodes:
+            if node.hung or not node.up:
+                self._back(node)
+        world.tell("world", "all faults are over")
+
+    def _later(self, low: float, high: float, call: object, *given: object) -> float:
+        seconds = self.world.chance.uniform(low, high)
+        self.world.loop.deliver(seconds, call, *given)  # pyright: ignore[reportArgumentType]
+        return seconds
+
+    # ---- whom --------------------------------------------------------------------------------------------------------
+
+    def _worker(self) -> RoleProcess | None:
+        found = self.world.workers()
+        return self.world.chance.choice(found) if found else None
+
+    def _node(self) -> RoleNode | None:
+        node = self.world.chance.choice(self.world.cluster.nodes)
+        return node if node.up and not node.hung else None
+
+    def _sub_master(self) -> PlacedProcess | None:
+        found = [one for name, one in self.world.cluster.listed.items() if name.startswith("sub-master/")]
+        return self.world.chance.choice(found) if found else None
+
+    # ---- what --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _kill(placed: PlacedProcess | None) -> str:
+        if placed is None or placed.process.dead:
+            return ""
+        placed.process.kill()
+        return placed.process.name
+
+    def _kill_worker(self) -> str:
+        return self._kill(self._worker())
+
+    def _end_function(self, cause: WorkerCause) -> str:
+        worker = self._worker()
+        if worker is None or not worker.registered:
+            return ""
+        self.world.ends(worker, cause)
+        return worker.process.name
+
+    def _lose_node(self) -> str:
+        """The machine that serves the master is lost with it only as `kill prime`."""
+        node, cluster = self._node(), self.world.cluster
+        if node is None:
+            return ""
+        cluster.lose(node)
+        noticed = self._later(0.1, 20.0, self._notice, node)
+        self.world.loop.deliver(noticed + self.world.chance.uniform(0.1, 60.0), self._back, node)
+        return node.name
+
+    def _notice(self, node: RoleNode) -> None:
+        if not node.up:
+            self.world.cluster.declare(node)
+
+    def _hang_node(self) -> str:
+        """It is declared lost, if it does not come back before."""
+        node, cluster = self._node(), self.world.cluster
+        if node is None:
+            return ""
+        node.hung = True
+        for placed in cluster.on(node):
+            cluster.freeze(placed)
+        seconds = self._later(0.5, 60.0, self._back, node)
+        self._later(5.0, 25.0, self._give_up, node, seconds + self.world.loop.now)
+        return f"{node.name} for {seconds:.1f} s"
+
+    def _give_up(self, node: RoleNode, back_at: float) -> None:
+        if node.hung and self.world.loop.now < back_at:
+            self.world.cluster.declare(node)
+
+    def _back(self, node: RoleNode) -> None:
+        if node.up and not node.hung:
+            return
+        if not node.up:
+            self.world.cluster.declare(node)
+        self.world.tell("platform", f"{node.name} is back")
+        self.world.cluster.return_(node)
+
+    def _kill_sub_master(self) -> str:
+        return self._kill(self._sub_master())
+
+    def _kill_master(self) -> str:
+        host = self.world.host
+        return f"{host.process.name} {host.kill()}" if host.process is not None else ""
+
+    def _kill_prime(self) -> str:
+        return self._kill(self.world.cluster.listed.get(PRIME))
+
+    def _kill_all_three(self) -> str:
+        killed = [self._kill_prime(), self._kill_sub_master(), self._kill_worker()]
+        return ", ".join(filter(None, killed))
+
+    def _fill(self) -> str:
+        self.world.cluster.full = True
+        return f"for {self._later(0.5, 30.0, self._empty):.1f} s"
+
+    def _empty(self) -> None:
+        self.world.cluster.full = False
+
+    def _restart_role(self) -> str:
+        role = self.world.chance.choice(self.world.spec.roles).name
+        name = self.world.named("user")
+        return self.world.ask(name, p.RestartRole(JOB, name, role))
+
+    def _stop_job(self) -> str:
+        """Seldom: most seeds are to go on."""
+        if self.world.chance.random() > 0.1:
+            return ""
+        name, failed = self.world.named("user"), self.world.chance.random() < 0.3
+        return self.world.ask(name, p.StopRoles(JOB, name, "a user stops it", failed))
+
+    def _partition(self) -> str:
+        world, node = self.world, self.world.chance.choice(self.world.cluster.nodes).name
+        seconds = world.chance.uniform(0.5, 30.0)
+        world.network.cut[node] = world.loop.now + seconds
+        world.loop.deliver(seconds, lambda: world.network.cut.pop(node, None))
+        return f"{node} for {seconds:.1f} s"
+
+    def _fill_disk(self) -> str:
+        disk = self.world.host.disk
+        disk.full = True
+
+        def mend() -> None:
+            disk.full = False
+
+        return f"the journal's, for {self._later(0.1, 5.0, mend):.1f} s"
