@@ -221,7 +221,7 @@ def test_a_server_is_replaced_and_no_other_process_notices(backend: Backend) -> 
     first, other, main = runs(handle, "server", 0), runs(handle, "server", 1), runs(handle, "main", 0)
     kill(first.pid)
     second = runs(handle, "server", 0, life=2)
-    kill(second.pid)  # upstream skipped the second death of a worker of one role
+    kill(second.pid)  # upstream's defect 2: it skipped the second death of a worker of one role
     third = runs(handle, "server", 0, life=3)
     assert len({first.pid, second.pid, third.pid}) == 3
     assert (workers(handle)["server", 1].pid, workers(handle)["main", 0].pid) == (other.pid, main.pid)
@@ -275,6 +275,7 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
 
 @pytest.mark.requirement("DL-21")
 def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> None:
+    """Upstream's defect 1: a PrimeMaster that was started again restarted all workers."""
     job = backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin")
     handle = backend.submit(job.role("other").run(f"{ROLES}:wait").build())
     ranks = [runs(handle, "dp", rank) for rank in range(2)]
@@ -309,7 +310,7 @@ def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> No
 def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_concerns_no_other_job(
     backend: Backend,
 ) -> None:
-    """Upstream lost both, and its actors had the same names in all jobs."""
+    """Upstream's defects 7 and 8: it lost both, and its actors had the same names in all jobs."""
     one, two = [
         backend.submit(
             backend.job(name).role("server").run(f"{ROLES}:serve").not_driver().role("main").run(main).build()
@@ -369,6 +370,7 @@ def test_a_function_that_cannot_be_imported_ends_the_job(backend: Backend, entry
 
 
 def test_a_silent_worker_is_replaced_and_ends_when_it_wakes(backend: Backend) -> None:
+    """Upstream's defects 5 and 9: a process that hangs was never noticed, and never killed."""
     job = backend.job().silent_after(6).role("server").run(f"{ROLES}:serve").not_driver()
     handle = backend.submit(job.role("main").run(f"{ROLES}:wait").build())
     first = psutil.Process(runs(handle, "server", 0).pid)
