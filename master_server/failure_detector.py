@@ -195,8 +195,8 @@ class Liveness:
     def waited(self, request: Poll, *, answered: bool) -> None:
         """The long-poll ended: `answered`, or the client disconnected.
 
-        A client that waits for a round or a lease polls again at once. A worker that received its plan may be busy, and
-        one that received its rank imports its framework.
+        A client that waits for a round or a lease polls again at once. A worker that received its plan may be busy. One
+        that received its rank imports its framework, or waits for another worker that does, before it attaches.
         """
         if isinstance(request, _UNTRACKED):
             return
@@ -204,8 +204,12 @@ class Liveness:
         if isinstance(request, Watch):
             heartbeats.closed(self._nodes, name, self._now(), answered=answered)
         else:
-            works = isinstance(request, AwaitPlan) or (isinstance(request, AwaitRound) and self._has_rank(name))
-            within_s = self._worker_s(name) if works else heartbeats.silence_s(self._nodes)
+            if isinstance(request, AwaitPlan):
+                within_s = self._worker_s(name)
+            elif isinstance(request, AwaitRound) and self._has_rank(name):
+                within_s = GRACE_S
+            else:
+                within_s = heartbeats.silence_s(self._nodes)
             heartbeats.expect(self._nodes, name, self._now(), within_s)
         self._arm()
 
@@ -225,9 +229,11 @@ class Liveness:
         self._arm()
 
     def _has_rank(self, name: Name) -> bool:
+        """It has a rank in the current round, and has not attached."""
         job = self._state().jobs.get(name[0])
         current = job.rounds.round if job is not None else None
-        return current is not None and name[1] in current.members
+        member = current.members.get(name[1]) if current is not None else None
+        return member is not None and not member.attached
 
     def _worker_s(self, name: Name) -> float:
         """Seconds a worker may be silent; longer if it has sent no heartbeat yet."""

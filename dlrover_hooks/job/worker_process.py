@@ -6,6 +6,8 @@ The same on every platform, which provides the transport of calls and carries th
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -150,7 +152,13 @@ class Worker:
         }  # fmt: skip
 
     def _seat(self) -> dict[str, str]:
-        """Join the role's round, and wait for the others. Raises JobFinished, MasterAway, MasterError."""
+        """Join the role's round, and wait for the others. Raises JobFinished, MasterAway, MasterError.
+
+        torch is imported before, as the others wait for this worker from its join on. The module of the role is not: it
+        may read RANK.
+        """
+        if importlib.util.find_spec("torch") is not None:
+            importlib.import_module("torch")
         own, role = self._client.incarnation, self._role
         settings.change_environment(
             {

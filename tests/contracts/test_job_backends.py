@@ -19,7 +19,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.job import DLJobBuilder, JobSpec
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 REPOSITORY = Path(__file__).parents[2]
 ROLES, QUEUES = "tests.contracts.job_roles", "tests.contracts.job_queues"
@@ -66,7 +66,8 @@ class Backend:
         self.handles: list[Any] = []
 
     def job(self, name: str = "job") -> DLJobBuilder:
-        return DLJobBuilder(name).config(folder=str(self.folder)).env(PYTHONPATH=str(REPOSITORY))
+        own = f"{name}-{os.getpid()}"  # other tests of this machine have other names
+        return DLJobBuilder(own).config(folder=str(self.folder)).env(PYTHONPATH=str(REPOSITORY))
 
     def submit(self, spec: JobSpec) -> Any:
         handle = spec.submit(backend=self.name, wait=False)
@@ -439,10 +440,12 @@ def test_plug_ins_change_a_job_and_follow_it_and_one_that_fails_does_not_harm_it
     handle = backend.submit(backend.job().restarts(node=0).role("one").run(f"{ROLES}:site").build())
     sites = [backend.folder / f"site-{life}" for life in (1, 2)]
     first = runs(handle, "one", 0)
-    assert until(lambda: sites[0].exists() and sites[0].read_text(), "it writes") == "prepared, job one 0"
+    assert until(lambda: sites[0].exists() and sites[0].read_text(), "it writes") == f"prepared, {handle.name} one 0"
     kill(first.pid)
     runs(handle, "one", 0, life=2)
-    assert until(lambda: sites[1].exists() and sites[1].read_text(), "it writes again") == "prepared, job one 0"
+    assert (
+        until(lambda: sites[1].exists() and sites[1].read_text(), "it writes again") == f"prepared, {handle.name} one 0"
+    )
     until(lambda: handle.status().events[-1].kind == "plugin" and not handle.status().avoid, "the node is relaunched")
     backend.end()
     assert handle.wait(60) == 0, handle.status()
@@ -469,14 +472,20 @@ def lines(folder: Path, name: str) -> list[list[int]]:
     ]
 
 
+def await_lines(folder: Path, name: str) -> None:
+    """Until a process is at work: four of them import their frameworks at the same time."""
+    until(lambda: len(lines(folder, name)) >= 5, f"{name} has five lines", 2 * WAIT_S)
+
+
 def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
     """ElasticCallback in a role that rejoins, and ShardDataset in one whose workers are replaced; one dies of each."""
     job = backend.job().role("trainer").train(f"{HOOKS}:lightning").workers(2).restarts(on_failure="rejoin")
     handle = backend.submit(job.role("reader").run(f"{HOOKS}:shards").workers(2).build())
     survivor, trainer, reader = runs(handle, "trainer", 0), runs(handle, "trainer", 1), runs(handle, "reader", 1)
     for role, name in ((trainer, "lightning"), (reader, "shards")):
-        until(lambda role=role, name=name: len(lines(backend.folder, f"{name}-{role.pid}")) >= 5, f"{role.role} works")
+        await_lines(backend.folder, f"{name}-{role.pid}")
         kill(role.pid)
+        (backend.folder / f"go-{name}").touch()
     assert handle.wait(120) == 0, handle.status()
     assert workers(handle)["trainer", 0].pid == survivor.pid
     assert used(handle) == {"worker trainer": 1, "worker reader": 1}

@@ -208,13 +208,19 @@ def test_who_has_not_attached_is_its_launchers_to_watch() -> None:
     asyncio.run(lives())
 
 
-def test_a_worker_that_received_its_rank_may_import_for_minutes() -> None:
-    """It joined for itself, and no launcher watches it. Once it sends heartbeats, a lease is enough."""
+@pytest.mark.parametrize("beaten", [False, True])
+def test_a_worker_that_received_its_rank_may_be_silent_until_it_attaches(beaten: bool) -> None:
+    """It imports, or waits for one that does; no launcher watches it. Once it sends heartbeats, a lease is enough.
+
+    `beaten`: it was in an earlier round.
+    """
     master, now, lost = MasterFake(), [0.0], list[p.Message]()
 
     async def lives() -> None:
         liveness = Liveness(Nodes(), lambda: master.state, lost.append, Uptime(lambda: now[0], 1e6), lambda: now[0])
         liveness.start()
+        if beaten:
+            liveness.beat(p.Heartbeat("job", "w0"))
         asked = p.AwaitRound("job", "w0")
         liveness.waits(asked, 5.0)
         master.call(join("w0", seats=(p.Seat("w0", 0),), low=1, high=1, launcher="sub-master"))
@@ -223,9 +229,10 @@ def test_a_worker_that_received_its_rank_may_import_for_minutes() -> None:
         now[0] += GRACE_S - 1
         liveness._judge()
         assert lost == []
+        attach = p.Attach("job", "w0", "w0", 1)
+        master.call(attach)
+        liveness.heard_of(attach)
         liveness.beat(p.Heartbeat("job", "w0"))
-        liveness.waits(asked, 5.0)
-        liveness.waited(asked, answered=True)
         now[0] += Nodes().lease_s + 1
         liveness._judge()
         assert [getattr(one, "incarnation", "") for one in lost] == ["w0"]
