@@ -7,7 +7,6 @@ again, so a process and a life are the same thing.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -28,8 +27,6 @@ from dlrover_hooks.job.worker_process import Outcome
 from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
 
 _TURN_S, _KILL_S = 0.5, 2.0
-_NODE_DIED = "its node has died"
-"""In Ray's message; it names no other reason."""
 _CALLS = 16
 """Calls of other roles that a worker carries out at the same time."""
 
@@ -146,9 +143,9 @@ class RayWorkers:
             outcome = msgspec.json.decode(ray.get(reference, timeout=_KILL_S), type=Outcome)
         except RayActorError as error:
             cluster_state.kill(self._name(rank, life))  # it may live on a node that does not answer
-            text = " ".join(str(error).split())
-            lost = isinstance(error, ActorDiedError) and _NODE_DIED in text
-            return EndedWorker(rank, life, WorkerCause.NODE_LOST if lost else WorkerCause.KILLED, _brief(text))
+            lost = isinstance(error, ActorDiedError) and cluster_state.NODE_DIED in str(error)
+            cause = WorkerCause.NODE_LOST if lost else WorkerCause.KILLED
+            return EndedWorker(rank, life, cause, cluster_state.end_of_actor(str(error)))
         except RayError as error:
             return EndedWorker(rank, life, WorkerCause.RAISED, str(error))
         with contextlib.suppress(ValueError):
@@ -165,12 +162,6 @@ def _ready(references: list[Any], timeout_s: float) -> list[Any]:
         time.sleep(min(timeout_s, _TURN_S / 5))
         return []
     return ray.wait(references, timeout=min(timeout_s, _TURN_S), fetch_local=False)[0]
-
-
-def _brief(text: str) -> str:
-    """What Ray says of the end of a process, without what it repeats and advises."""
-    found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
-    return f"its actor died: {(found.group(1) if found else text)[:300]}"
 
 
 def group_name(spec: JobSpec, number: int) -> str:

@@ -1,12 +1,13 @@
 """What a job keeps in the cluster itself: small values by name, its actors, and its placement groups.
 
-The only module that uses private parts of Ray: its internal key-value store, and the free resources of each node. What
-is stored is lost with the head node, unless the cluster keeps it in Redis.
+The only module that uses private parts of Ray: its internal key-value store, the free resources of each node, and what
+each actor has reserved. What is stored is lost with the head node, unless the cluster keeps it in Redis.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from typing import Any
 
 import msgspec
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node, state
 from ray.actor import ActorHandle
+from ray.core.generated.gcs_pb2 import ActorTableData  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -26,6 +28,8 @@ from dlrover_hooks.protocol import Roles
 NAMESPACE = "dlrover_hooks"
 _GONE_S, _CONNECT_S, _TASK_S = 15.0, 1.0, 3.0
 _HEAD = "node:__internal_head__"
+NODE_DIED = "its node has died"
+"""In Ray's error; it names no other reason."""
 
 
 class JobMaster(msgspec.Struct, frozen=True):
@@ -88,6 +92,25 @@ def actor_names(prefix: str) -> list[str]:
     return [one["name"] for one in found if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
 
 
+class RunningActor(msgspec.Struct, frozen=True):
+    """`resources`: reserved for it, memory in bytes. `grouped`: by its placement group, with names of their own."""
+
+    name: str
+    resources: dict[str, float]
+    grouped: bool
+
+
+def running_actors() -> list[RunningActor]:
+    """Those with a name in the namespace of jobs."""
+    rows: list[bytes] = state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+    found = [ActorTableData.FromString(row) for row in rows]
+    return [
+        RunningActor(one.name, dict(one.required_resources), bool(one.placement_group_id))
+        for one in found
+        if one.name and one.ray_namespace == NAMESPACE
+    ]
+
+
 def actor(name: str) -> ActorHandle[Any]:
     """Raises ValueError: there is none."""
     return ray.get_actor(name, namespace=NAMESPACE)
@@ -96,6 +119,15 @@ def actor(name: str) -> ActorHandle[Any]:
 def actor_options(name: str, **more: Any) -> dict[str, Any]:
     """Of an actor that lives until it is killed, and is made at most once."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **more}
+
+
+def end_of_actor(text: str) -> str:
+    """How Ray's error says that an actor ended, without what it repeats and advises."""
+    if NODE_DIED in text:
+        return "its Ray node was lost"
+    text = " ".join(text.split())
+    found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
+    return f"its actor died: {(found.group(1) if found else text)[-300:]}"
 
 
 def kill(name: str) -> None:

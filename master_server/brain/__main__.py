@@ -14,6 +14,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from dlrover_hooks import config as settings
 from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.config.token_file import read_token
 from dlrover_hooks.errors import HooksError, MissingExtra, UsageError
@@ -30,6 +31,7 @@ try:
     from dlrover_hooks.master.brain.database.database import Database
     from dlrover_hooks.master.brain.kubernetes_monitor import KubernetesClusterMonitor
     from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
+    from dlrover_hooks.master.brain.ray_monitor import RayClusterMonitor
 except ImportError as error:
     if isinstance(error, MissingExtra):
         raise
@@ -95,9 +97,11 @@ class BrainCommands(click.Group):
               help="Ask this algorithm first for such a problem.")  # fmt: skip
 @click.option("--quota", multiple=True, metavar="TENANT=UNITS",
               help="Most cores (GPUs) of a tenant's jobs, where jobs want more than the cluster has.")  # fmt: skip
-@click.option("--monitor", default="none", type=click.Choice(["none", "process", "kubernetes"]),
+@click.option("--monitor", default="none", type=click.Choice(["none", "process", "kubernetes", "ray"]),
               help="What is divided among jobs. process: this machine, as (a part of) the cluster; kubernetes: the "
-              "cluster of $KUBECONFIG, of ~/.kube/config, or of this Pod.")  # fmt: skip
+              "cluster of $KUBECONFIG, of ~/.kube/config, or of this Pod; ray: that of --ray-address.")  # fmt: skip
+@click.option("--ray-address", metavar="HOST:PORT",
+              help="The Ray cluster of --monitor ray.  [default: that of $RAY_ADDRESS]")  # fmt: skip
 @click.option("--claim", default="60s", metavar="DURATION",
               help="Another process takes over an event that one has for longer.")  # fmt: skip
 @click.option("--forget-after", default="365d", metavar="DURATION", help="Finished jobs are deleted after it.")
@@ -125,7 +129,8 @@ def command(context: click.Context, database: str, log_level: str, **flags: Any)
 def serve(
     database: Database, *, host: str, port: int, fd: int | None, token: str | None, token_file: str | None,
     ssl_certfile: str | None, ssl_keyfile: str | None, ssl_client_ca: str | None, body_limit_bytes: int,
-    use: tuple[str, ...], quota: tuple[str, ...], monitor: str, claim: str, forget_after: str,
+    use: tuple[str, ...], quota: tuple[str, ...], monitor: str, ray_address: str | None, claim: str,
+    forget_after: str,
 ) -> None:  # fmt: skip
     """Serve until a signal arrives. Raises `HooksError` for errors that the caller can correct."""
     token = read_token(token_file) if token_file is not None else token
@@ -145,7 +150,7 @@ def serve(
     processor.start()
     sampling = contextlib.ExitStack()
     try:
-        _sample(sampling, monitor, database)
+        _sample(sampling, _monitor(sampling, monitor, ray_address), database)
         scheme = "https" if ssl_certfile else "http"
         click.echo(f"dlrover-hooks brain: {scheme}://{address}:{number} pid {os.getpid()}", err=True)
         uvloop.run(BrainServer(uvicorn_config(where, app.asgi), service).serve(sockets=[listener]))
@@ -153,24 +158,36 @@ def serve(
         app.close()
         processor.stop()
         sampling.close()
+        listener.close()
         database.close()
 
 
-def _sample(owned: contextlib.ExitStack, monitor: str, database: Database) -> None:
-    """Begin to write what the platform has. Raises `KubernetesFailed`."""
-    if monitor == "none":
-        return
-    if monitor == "process":
-        found: ClusterMonitor = ProcessClusterMonitor()
-    else:
+def _monitor(owned: contextlib.ExitStack, name: str, ray_address: str | None) -> ClusterMonitor | None:
+    """Started. Raises `KubernetesFailed`, `UsageError`, or `HooksError` if a Ray cluster does not answer."""
+    if name == "process":
+        return ProcessClusterMonitor()
+    if name == "kubernetes":
         api = ApiServer()
         owned.callback(api.close)
         found = KubernetesClusterMonitor(api)
-        owned.callback(found.stop)
-        found.start()
-    sampler = ClusterSampler(found, database)
-    owned.callback(sampler.stop)
-    sampler.start()
+    elif name == "ray":
+        address = ray_address or settings.ray_address()
+        if address is None:
+            raise UsageError("--monitor ray needs the address of the cluster", hint="give --ray-address HOST:PORT")
+        found = RayClusterMonitor(address)
+    else:
+        return None
+    owned.callback(found.stop)
+    found.start()
+    return found
+
+
+def _sample(owned: contextlib.ExitStack, monitor: ClusterMonitor | None, database: Database) -> None:
+    """Begin to write what the platform has."""
+    if monitor is not None:
+        sampler = ClusterSampler(monitor, database)
+        owned.callback(sampler.stop)
+        sampler.start()
 
 
 def _uses(given: tuple[str, ...]) -> dict[PlanProblem, str]:

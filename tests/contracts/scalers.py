@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,12 +75,7 @@ class OnThisMachine:
         )
 
     def alive(self) -> list[str]:
-        found = list[str]()
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if child.status() != psutil.STATUS_ZOMBIE and (name := child.environ().get(NODE)):
-                    found.append(name)
-        return sorted(found)
+        return [name for name, _ in _processes()]
 
     def end(self, name: str, exit_code: int) -> None:
         if exit_code < 0:
@@ -93,6 +89,54 @@ class OnThisMachine:
 
     def _environment(self, node: Node) -> Mapping[str, str]:
         return {NODE: node.name}
+
+
+class OnRay:
+    """`ActorScaler`, on a cluster of this process alone. Nodes end as those of `OnThisMachine`."""
+
+    def __init__(self, folder: Path) -> None:
+        import ray
+
+        from dlrover_hooks.integrations.ray.actor_scaler import ActorScaler
+
+        if not ray.is_initialized():
+            ray.init(
+                address="local", num_cpus=16, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False
+            )
+        self._folder = folder
+        self.before_start: Callable[[Node], object] = lambda node: None
+        self.scaler: Scaler = ActorScaler(
+            "contract", self._command, lambda node: {NODE: node.name}, starts_at_once=AT_ONCE, retries=SOON, grace_s=0.0
+        )
+
+    def alive(self) -> list[str]:
+        return [name for name, _ in _processes()]
+
+    def end(self, name: str, exit_code: int) -> None:
+        if exit_code < 0:
+            os.kill(dict(_processes())[name], -exit_code)
+        else:
+            _pipe(self._folder, name).write_text(f"{exit_code}\n")
+
+    def _command(self, node: Node) -> Sequence[str]:
+        self.before_start(node)
+        return _waits(self._folder, node.name)
+
+
+def end_ray() -> None:
+    """End the cluster of `OnRay`, if it was started. Another one of this process may follow."""
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()
+
+
+def _processes() -> list[tuple[str, int]]:
+    """Names and process ids of the nodes that are descendants of this process, in this order."""
+    found = list[tuple[str, int]]()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE and (name := child.environ().get(NODE)):
+                found.append((name, child.pid))
+    return sorted(found)
 
 
 class Pods:
@@ -177,13 +221,13 @@ def _by_name(folder: Path) -> tuple[str, ...]:
 
 
 PLATFORMS: dict[str, Callable[[Path], Platform]] = {
-    "memory": InMemory, "processes": OnThisMachine, "pods": Pods, "operator": OperatedPods,
+    "memory": InMemory, "processes": OnThisMachine, "actors": OnRay, "pods": Pods, "operator": OperatedPods,
 }  # fmt: skip
-ON_KUBERNETES = {"pods", "operator"}
+_MARKS = {"actors": pytest.mark.slow, "pods": pytest.mark.kubernetes, "operator": pytest.mark.kubernetes}
 
 
 def _parameters(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.kubernetes) if name in ON_KUBERNETES else name for name in names]
+    return [pytest.param(name, marks=_MARKS.get(name, ())) for name in names]
 
 
 PARAMETERS = _parameters(PLATFORMS)

@@ -12,8 +12,15 @@ import pytest
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.protocol import Node, NodeExit, NodeGroupResource, NodeResource, NodeType, ScalePlan
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
-from tests.contracts.scalers import AT_ONCE, PARAMETERS, PLATFORMS, SOON, STARTING_HERE, Platform, started
+from tests.contracts.scalers import AT_ONCE, PARAMETERS, PLATFORMS, SOON, STARTING_HERE, Platform, end_ray, started
 from tests.waiting import until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cluster() -> Iterator[None]:
+    """All tests share one Ray cluster, started by the first one that needs it."""
+    yield
+    end_ray()
 
 
 @pytest.fixture(params=PARAMETERS)
