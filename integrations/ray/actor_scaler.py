@@ -65,6 +65,8 @@ class ActorScaler(ReconcilingScaler):
     not answer. A node whose actor has died is `NodeExit.KILLED`; `detail` says so if Ray has lost its machine, which
     Ray declares after about 18 s. Processes there may live longer if the machine only hangs.
 
+    `start` raises `UsageError` if this process is not connected to a Ray cluster.
+
     No actor outlives this process: when it ends, Ray kills the actors, and the kernel the processes that these have
     started. Processes that those have started have to see to that themselves, as workers of `dlrover-hooks run` do.
 
@@ -101,10 +103,6 @@ class ActorScaler(ReconcilingScaler):
         self._asked: dict[Any, tuple[int, _Question]] = {}
         self._closed = False
         self._threads.append(self._thread("watch", self._watch))
-
-    def start(self) -> None:
-        """See `Scaler`. Raises `UsageError` if this process is not connected to a Ray cluster."""
-        super().start()
 
     # ---- of ReconcilingScaler ---------------------------------------------------------------------------------------
 

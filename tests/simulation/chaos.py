@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
 from tests.simulation.agent import Agent
+from tests.simulation.fault_schedule import FaultSchedule
 from tests.simulation.free import FreeWorker
 from tests.simulation.loop import Process
 from tests.simulation.memory import Keeper
@@ -27,12 +28,12 @@ HARMLESS = {"kill agent", "kill worker", "relaunch job", "set clock", "slander",
 OVERSIZED = (1 << 53, 1 << 63, (1 << 64) - 1, 1 << 64, 10**18)
 
 
-class Chaos:
-    """`begin` sets it going; it stops by itself after `Swarm.trouble_s`."""
+class Chaos(FaultSchedule):
+    """The faults of jobs and of the master."""
 
     def __init__(self, world: World) -> None:
+        super().__init__(world, world.swarm)
         self.world = world
-        self.over = False
         self.quiet_from = 0.0
         """From here on (true time) nothing keeps a generation from becoming durable, unless another fault follows."""
         self._dice = random.Random(f"instead {world.swarm.seed}")
@@ -63,17 +64,7 @@ class Chaos:
             "worker exits": self._exit_worker,
         }
 
-    def begin(self) -> None:
-        if self.world.swarm.faults:
-            self.world.loop.deliver(self._pause_s(), self._strike)
-        self.world.loop.deliver(self.world.swarm.trouble_s, self._end)
-
-    def _pause_s(self) -> float:
-        return self.world.chance.expovariate(1.0 / self.world.swarm.every_s)
-
-    def _strike(self) -> None:
-        if self.over:
-            return
+    def _fault(self) -> None:
         kind = self.world.chance.choice(self.world.swarm.faults)
         other, share = INSTEAD.get(kind, ("", 0.0))
         whom = self._kinds[other]() if share and self._dice.random() < share else ""
@@ -84,11 +75,9 @@ class Chaos:
             if kind not in HARMLESS:
                 self.quiet_from = max(self.quiet_from, self.world.loop.now)
             self.world.story.fault(self.world.loop.now, kind, whom)
-        self.world.loop.deliver(self._pause_s(), self._strike)
 
-    def _end(self) -> None:
-        """Everything works from now on."""
-        self.over = True
+    def _mend(self) -> None:
+        """See `FaultSchedule`."""
         world = self.world
         world.network.heal()
         world.host.disk.full = world.store.failing = False
@@ -96,12 +85,6 @@ class Chaos:
         for process in self._frozen:
             process.thaw()
         world.tell("world", "all faults are over")
-
-    def _later(self, low: float, high: float, call: object) -> float:
-        seconds = self.world.chance.uniform(low, high)
-        self.world.loop.deliver(seconds, call)  # pyright: ignore[reportArgumentType]
-        self._lasts(seconds)
-        return seconds
 
     def _lasts(self, seconds: float) -> None:
         self.quiet_from = max(self.quiet_from, self.world.loop.now + seconds)
@@ -269,27 +252,14 @@ class Chaos:
         return self._stop(one.process if one is not None else None)
 
     def _partition(self) -> str:
-        world, node = self.world, self._node().name
-        seconds = world.chance.uniform(0.5, 40.0)
-        world.network.cut[node] = world.loop.now + seconds
-        self._lasts(seconds)
-        world.loop.deliver(seconds, lambda: world.network.cut.pop(node, None))
-        return f"{node} for {seconds:.1f} s"
+        node = self._node().name
+        return f"{node} for {self._cut(node, 40.0):.1f} s"
 
     def _clog(self) -> str:
         world, node = self.world, self._node().name
         world.network.clogged[node] = factor = world.chance.choice((10.0, 100.0, 1000.0))
         self._later(1.0, 30.0, lambda: world.network.clogged.pop(node, None))
         return f"{node}, {factor:g} times slower"
-
-    def _fill_disk(self) -> str:
-        disk = self.world.host.disk
-        disk.full = True
-
-        def mend() -> None:
-            disk.full = False
-
-        return f"the journal's, for {self._later(0.1, 5.0, mend):.1f} s"
 
     def _stall_disk(self) -> str:
         self.world.host.disk.stall_s = seconds = self.world.chance.uniform(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.protocol import WorkerCause
+from tests.simulation.fault_schedule import FaultSchedule
 from tests.simulation.roles.role_cluster import PRIME, PlacedProcess, RoleNode
 from tests.simulation.roles.role_draw import JOB
 from tests.simulation.roles.role_worker import RoleProcess
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
     from tests.simulation.roles.roles_world import RolesWorld
 
 
-class RoleChaos:
-    """`begin` sets it going; it stops by itself after `RoleDraw.trouble_s`, and everything is mended."""
+class RoleChaos(FaultSchedule):
+    """The faults of jobs of several roles."""
 
     def __init__(self, world: RolesWorld) -> None:
-        self.world, self.over = world, False
+        super().__init__(world, world.drawn)
+        self.world = world
         self._kinds = {
             "kill worker": self._kill_worker,
             "raise": lambda: self._end_function(WorkerCause.RAISED),
@@ -36,24 +38,13 @@ class RoleChaos:
             "disk full": self._fill_disk,
         }
 
-    def begin(self) -> None:
-        if self.world.drawn.faults:
-            self.world.loop.deliver(self._pause_s(), self._strike)
-        self.world.loop.deliver(self.world.drawn.trouble_s, self._end)
-
-    def _pause_s(self) -> float:
-        return self.world.chance.expovariate(1.0 / self.world.drawn.every_s)
-
-    def _strike(self) -> None:
-        if self.over:
-            return
+    def _fault(self) -> None:
         kind = self.world.chance.choice(self.world.drawn.faults)
         if whom := self._kinds[kind]():
             self.world.story.fault(self.world.loop.now, kind, whom)
-        self.world.loop.deliver(self._pause_s(), self._strike)
 
-    def _end(self) -> None:
-        self.over = True
+    def _mend(self) -> None:
+        """See `FaultSchedule`."""
         world = self.world
         world.network.heal()
         world.host.disk.full = world.cluster.full = False
@@ -61,11 +52,6 @@ class RoleChaos:
             if node.hung or not node.up:
                 self._back(node)
         world.tell("world", "all faults are over")
-
-    def _later(self, low: float, high: float, call: object, *given: object) -> float:
-        seconds = self.world.chance.uniform(low, high)
-        self.world.loop.deliver(seconds, call, *given)  # pyright: ignore[reportArgumentType]
-        return seconds
 
     # ---- whom --------------------------------------------------------------------------------------------------------
 
@@ -172,17 +158,5 @@ class RoleChaos:
         return self.world.ask(name, p.StopRoles(JOB, name, "a user stops it", failed))
 
     def _partition(self) -> str:
-        world, node = self.world, self.world.chance.choice(self.world.cluster.nodes).name
-        seconds = world.chance.uniform(0.5, 30.0)
-        world.network.cut[node] = world.loop.now + seconds
-        world.loop.deliver(seconds, lambda: world.network.cut.pop(node, None))
-        return f"{node} for {seconds:.1f} s"
-
-    def _fill_disk(self) -> str:
-        disk = self.world.host.disk
-        disk.full = True
-
-        def mend() -> None:
-            disk.full = False
-
-        return f"the journal's, for {self._later(0.1, 5.0, mend):.1f} s"
+        node = self.world.chance.choice(self.world.cluster.nodes).name
+        return f"{node} for {self._cut(node, 30.0):.1f} s"
