@@ -63,6 +63,8 @@ class SubMaster:
         """Incarnations of processes whose ends the role's round was told."""
         self._waiting = dict[tuple[int, int], float]()
         """When the start of a life is to be tried again."""
+        self._more = dict[int, tuple[int, dict[str, str]]]()
+        """By rank: its newest life, and the variables that plug-ins have for it."""
         where = f"job {job}, role {role}"
         self._threads = [
             BackgroundThread("dlrover-hooks-roles", self._listen, where=where, on_error="warn", again_s=_AGAIN_S),
@@ -135,8 +137,7 @@ class SubMaster:
         place = (worker.rank, worker.life)
         self._waiting = {one: at for one, at in self._waiting.items() if one[0] != worker.rank}
         try:
-            env = self._plugins.environment(self._spec, self._role, worker.rank)
-            missing = self._platform.start(worker, avoid, env)
+            missing = self._platform.start(worker, avoid, self._variables(worker))
         except Exception as error:  # of the platform: the master shows it, and ends the job if it lasts
             log.exception("job %s: %s %d could not be started", self._job, self._role, worker.rank)
             missing = f"{type(error).__name__}: {error}"
@@ -146,6 +147,12 @@ class SubMaster:
         self._waiting[place] = time.monotonic() + _WAIT_S
         if missing != worker.waits:
             self._tell(p.WorkerWaits(self._job, self._client.incarnation, self._role, *place, missing))
+
+    def _variables(self, worker: p.RoleWorker) -> dict[str, str]:
+        """Of the plug-ins. They are asked once for each life, although its start may be tried each second."""
+        if self._more.get(worker.rank, (0, {}))[0] != worker.life:
+            self._more[worker.rank] = worker.life, self._plugins.environment(self._spec, self._role, worker.rank)
+        return self._more[worker.rank][1]
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
