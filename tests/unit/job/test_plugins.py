@@ -173,3 +173,19 @@ def test_one_that_hangs_is_left_alone_from_then_on(install: Install) -> None:
     assert "did not return within 0.05 s" in loaded.only_failure().detail
     assert sys.modules["plug_bad"].asked == [EVENT]
     assert not loaded.plugins.have("on_event")
+
+
+def test_the_plug_in_of_the_page_works(install: Install) -> None:
+    page = (Path(__file__).parents[3] / "docs/concepts/roles.md").read_text()
+    (text,) = re.findall(r"```python\n# our_site/jobs.py\n(.*?)```", page, re.DOTALL)
+    install("site", text + "\n\ndef reboot(node):\n    return node == 'n1'\n")
+    loaded = Loaded("site")
+    assert loaded.plugins.listed()[0].functions == FUNCTIONS
+    assert loaded.plugins.prepared(SPEC).env == {"NCCL_SOCKET_IFNAME": "eth0"}
+    assert loaded.plugins.environment(SPEC, "main", 2) == {"LOG_FILE": "/var/log/jobs/job-main-2"}
+    assert loaded.plugins.policy("main", END) is None
+    bad = END._replace(detail="CUDA error: an illegal memory access was encountered")
+    assert loaded.plugins.policy("main", bad) is FailurePolicy.FAIL
+    assert loaded.plugins.relaunched(("n0", "n1")) == ("n1",)
+    loaded.plugins.tell(EVENT)
+    assert loaded.failures == []
