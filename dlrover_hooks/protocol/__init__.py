@@ -56,7 +56,6 @@ from dlrover_hooks.protocol.checkpoint_messages import (
     Voted as Voted,
     VoteKind as VoteKind,
 )
-from dlrover_hooks.protocol.job_samples import JobSample as JobSample, NodeSample as NodeSample
 from dlrover_hooks.protocol.key_value_messages import (
     AwaitKeys as AwaitKeys,
     Change as Change,
@@ -175,6 +174,7 @@ from dlrover_hooks.protocol.routes import (
     Route as Route,
     Routes as Routes,
 )
+from dlrover_hooks.protocol.samples import JobSample as JobSample, NodeSample as NodeSample
 from dlrover_hooks.protocol.scaling_messages import (
     AwaitNodes as AwaitNodes,
     DesiredNodes as DesiredNodes,

@@ -21,37 +21,19 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from dlrover_hooks.integrations.ray import cluster_state
+from dlrover_hooks.protocol.samples import ClusterAnswer, ClusterJob, ClusterSample
 
 _GROUP = re.compile(r"([^/]+)/group/\d+")
 """The name of a placement group of a job."""
 _NOT_COUNTED = re.compile(r"node:|accelerator_type:|bundle_group|.*_group_[0-9a-f]+$|memory$|object_store_memory$")
 
 
-class ReservedByJob(msgspec.Struct, frozen=True):
-    """`processes`: actors that run. `cpu`: cores. `memory`: MiB."""
+def cluster_view() -> ClusterSample:
+    """Of the cluster to which this process is connected: what its nodes have, less what others than jobs have reserved.
 
-    job: str
-    processes: int
-    cpu: float
-    memory: int
-
-
-class RayClusterView(msgspec.Struct, frozen=True):
-    """`capacity`: whole units for jobs, by kind: "cpu" (cores), "gpu", and other accelerators by the names that they
-    have in Ray. It is what the nodes have, less what others than jobs have reserved. `used_cpu`: cores that jobs have
-    reserved. `memory`, `used_memory`: MiB, likewise.
-    """
-
-    capacity: dict[str, int]
-    used_cpu: float
-    memory: int
-    used_memory: int
-    jobs: tuple[ReservedByJob, ...] = ()
-
-
-def cluster_view() -> RayClusterView:
-    """Of the cluster to which this process is connected. Jobs are told by the names `JOB/...` of their actors, and of
-    their placement groups, in the namespace `dlrover_hooks`. Any thread; raises `RayError` if the cluster is away.
+    Kinds of units are "cpu", "gpu", and other accelerators by the names that they have in Ray. What jobs use is what
+    they have reserved. Jobs are known by the names `JOB/...` of their actors and of their placement groups, in the
+    namespace `dlrover_hooks`. Any thread. Raises `RayError` if the cluster is away.
     """
     actors = [(one.name.partition("/")[0], one) for one in cluster_state.running_actors() if "/" in one.name]
     reserved = [(job, one.resources) for job, one in actors if not one.grouped]
@@ -60,7 +42,7 @@ def cluster_view() -> RayClusterView:
 
 def view_of(
     free: Mapping[str, float], reserved: list[tuple[str, Mapping[str, float]]], processes: Mapping[str, int]
-) -> RayClusterView:
+) -> ClusterSample:
     """Pure. `free`: resources of nodes that are not reserved; `reserved`: by jobs; `processes` of each job."""
     by_job = {job: Counter[str]() for job in processes}
     for job, resources in reserved:
@@ -70,10 +52,10 @@ def view_of(
     found.update(used)
     names = {"CPU": "cpu", "GPU": "gpu"}
     capacity = {names.get(one, one): math.floor(n + 1e-6) for one, n in found.items() if not _NOT_COUNTED.match(one)}
-    return RayClusterView(
-        {kind: count for kind, count in sorted(capacity.items()) if count > 0}, round(used["CPU"], 2),
+    return ClusterSample(
+        "ray", "", {kind: count for kind, count in sorted(capacity.items()) if count > 0}, round(used["CPU"], 2),
         int(found["memory"]) >> 20, int(used["memory"]) >> 20,
-        tuple(ReservedByJob(job, processes.get(job, 0), round(one["CPU"], 2), int(one["memory"]) >> 20)
+        tuple(ClusterJob(job, processes.get(job, 0), round(one["CPU"], 2), int(one["memory"]) >> 20)
               for job, one in sorted(by_job.items())),
     )  # fmt: skip
 
@@ -88,13 +70,6 @@ def _groups() -> Iterator[tuple[str, Mapping[str, float]]]:
                 yield named[1], bundle
 
 
-class ViewAnswer(msgspec.Struct, frozen=True):
-    """A line of JSON. `problem`: why there is no view."""
-
-    view: RayClusterView | None = None
-    problem: str = ""
-
-
 def _serve(address: str, asked: socket.socket) -> None:
     problem = ""
     try:
@@ -102,7 +77,7 @@ def _serve(address: str, asked: socket.socket) -> None:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     while asked.recv(1):
-        answer = ViewAnswer(problem=problem) if problem else ViewAnswer(cluster_view())
+        answer = ClusterAnswer(problem=problem) if problem else ClusterAnswer(cluster_view())
         asked.sendall(msgspec.json.encode(answer) + b"\n")
 
 

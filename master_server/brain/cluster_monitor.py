@@ -17,36 +17,12 @@ from dlrover_hooks.errors import DatabaseFailed
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.master.brain.database.database import Database
 from dlrover_hooks.master.brain.database.tables import cluster_sample
-from dlrover_hooks.protocol import Message
+from dlrover_hooks.protocol.samples import ClusterJob, ClusterSample
 
 _log = logging.getLogger("dlrover_hooks.brain")
 EVERY_S = 30.0
 """Between two samples; a view of the cluster uses those of the last ten minutes."""
 _JOB = "DLROVER_HOOKS_JOB"
-
-
-class ClusterJob(Message, frozen=True):
-    """What the processes of a job use on a machine: cores, MiB."""
-
-    job: str
-    processes: int
-    cpu: float
-    memory: int
-
-
-class ClusterSample(Message, frozen=True):
-    """`source`: a machine, whose units are added to those of other machines; or "" for a whole cluster.
-
-    `capacity`: units of each kind ("cpu": cores, otherwise GPUs of a type). `memory` and `used_memory` in MiB.
-    """
-
-    platform: str
-    source: str
-    capacity: dict[str, int]
-    used_cpu: float
-    memory: int
-    used_memory: int
-    jobs: tuple[ClusterJob, ...] = ()
 
 
 class ClusterMonitor(metaclass=ABCMeta):

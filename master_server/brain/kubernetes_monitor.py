@@ -12,7 +12,8 @@ from dlrover_hooks.kubernetes.list_watch import ListWatch
 from dlrover_hooks.kubernetes.object_cache import ObjectChange
 from dlrover_hooks.kubernetes.owned_objects import keep
 from dlrover_hooks.kubernetes.pod_status import pod_end
-from dlrover_hooks.master.brain.cluster_monitor import ClusterJob, ClusterMonitor, ClusterSample
+from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor
+from dlrover_hooks.protocol.samples import ClusterJob, ClusterSample
 
 LIST_S = 60.0
 _OF_JOBS = (names.MANAGER, names.OPERATOR)

@@ -7,26 +7,19 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
 
 import msgspec
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import HooksError, MissingExtra
 from dlrover_hooks.host.child_process import Child
-from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor, ClusterSample
+from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor
+from dlrover_hooks.protocol.samples import ClusterAnswer, ClusterSample
 
 START_S = 60.0
 """Within this time a connection to the cluster must be there."""
 ANSWER_S = 15.0
 _MODULE = "dlrover_hooks.integrations.ray.cluster_view"
-
-
-class RayAnswer(msgspec.Struct, frozen=True):
-    """A line of the process that is connected to the cluster. `problem`: why there is no view."""
-
-    view: dict[str, Any] | None = None
-    problem: str = ""
 
 
 class RayClusterMonitor(ClusterMonitor):
@@ -73,13 +66,13 @@ class RayClusterMonitor(ClusterMonitor):
             line = self._line
         assert line is not None
         try:
-            answer = msgspec.json.decode(_asked(line, limit_s), type=RayAnswer)
+            answer = msgspec.json.decode(_asked(line, limit_s), type=ClusterAnswer)
         except TimeoutError:
-            answer = RayAnswer(problem=f"no answer within {limit_s:g} s")
+            answer = ClusterAnswer(problem=f"no answer within {limit_s:g} s")
         except (OSError, msgspec.MsgspecError) as error:
-            answer = RayAnswer(problem=f"the process that was connected to it has ended ({error})")
-        if answer.view is not None:
-            return msgspec.convert({"platform": "ray", "source": ""} | answer.view, ClusterSample)
+            answer = ClusterAnswer(problem=f"the process that was connected to it has ended ({error})")
+        if answer.sample is not None:
+            return answer.sample
         with self._lock:
             self._end()
         raise HooksError(

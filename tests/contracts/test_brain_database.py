@@ -14,7 +14,7 @@ from alembic.runtime.migration import MigrationContext
 
 from dlrover_hooks.errors import DatabaseFailed, UnknownJob, UsageError
 from dlrover_hooks.master.brain.app import BrainService
-from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor, ClusterSample, ClusterSampler
+from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor, ClusterSampler
 from dlrover_hooks.master.brain.database import events, housekeeping, jobs
 from dlrover_hooks.master.brain.database.database import Database, head
 from dlrover_hooks.master.brain.database.events import EventKind, NewEvent
@@ -24,6 +24,7 @@ from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
 from dlrover_hooks.master.brain.records import ClusterView
 from dlrover_hooks.master.scaling import NodeGroupResource, NodeType, OptimizeStage, ResourcePlan
 from dlrover_hooks.protocol import Node
+from dlrover_hooks.protocol.samples import ClusterSample
 from tests.brain_jobs import SIZE, sample, timed, told
 from tests.e2e.postgresql_process import PostgresqlProcess
 

@@ -16,7 +16,7 @@ from dlrover_hooks.errors import HooksError, MissingExtra
 from dlrover_hooks.master.brain import ray_monitor
 from dlrover_hooks.master.brain.__main__ import command
 from dlrover_hooks.master.brain.app import BrainService
-from dlrover_hooks.master.brain.cluster_monitor import ClusterJob, ClusterMonitor, ClusterSample, ClusterSampler
+from dlrover_hooks.master.brain.cluster_monitor import ClusterMonitor, ClusterSampler
 from dlrover_hooks.master.brain.database.database import Database
 from dlrover_hooks.master.brain.database.tables import cluster_sample
 from dlrover_hooks.master.brain.kubernetes_monitor import cluster_sample_of
@@ -25,6 +25,7 @@ from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
 from dlrover_hooks.master.brain.ray_monitor import RayClusterMonitor
 from dlrover_hooks.master.scaling import OptimizeStage
 from dlrover_hooks.protocol import Node, NodeResource, NodeType, ScalePlan
+from dlrover_hooks.protocol.samples import ClusterJob, ClusterSample
 from dlrover_hooks.scalers.scaler import NodeState
 from tests.brain_jobs import sample, timed, told
 from tests.e2e.brain_process import BrainProcess

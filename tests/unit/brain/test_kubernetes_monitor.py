@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlrover_hooks.master.brain.cluster_monitor import ClusterJob
 from dlrover_hooks.master.brain.kubernetes_monitor import cluster_sample_of
+from dlrover_hooks.protocol.samples import ClusterJob
 
 READY = [{"type": "Ready", "status": "True"}]
 

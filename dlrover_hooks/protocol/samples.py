@@ -1,4 +1,4 @@
-"""What was measured of a job over one window."""
+"""What is measured for plans: of a job over one window, and of a cluster at one moment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.base_messages import Mebibytes, NodeResource
+from dlrover_hooks.protocol.base_messages import Mebibytes, Message, NodeResource
 from dlrover_hooks.protocol.ps_messages import NodeType
 
 _MOST_MEMORY = 1 << 40
@@ -58,3 +58,34 @@ class JobSample(msgspec.Struct, frozen=True):
         """The largest size of the nodes of a type, by cores and then memory; without such nodes, a size of nothing."""
         sizes = (node.config_resource for node in self.of(kind))
         return max(sizes, key=lambda one: (one.cpu, one.memory), default=NodeResource())
+
+
+class ClusterJob(Message, frozen=True):
+    """What the processes of a job use, or have reserved: cores, MiB."""
+
+    job: str
+    processes: int
+    cpu: float
+    memory: int
+
+
+class ClusterSample(Message, frozen=True):
+    """`source`: a machine, whose units are added to those of other machines; or "" for a whole cluster.
+
+    `capacity`: units of each kind ("cpu": cores, otherwise GPUs of a type). `memory` and `used_memory` in MiB.
+    """
+
+    platform: str
+    source: str
+    capacity: dict[str, int]
+    used_cpu: float
+    memory: int
+    used_memory: int
+    jobs: tuple[ClusterJob, ...] = ()
+
+
+class ClusterAnswer(Message, frozen=True):
+    """Of a process that is connected to a cluster, as a line of JSON. `problem`: why there is no sample."""
+
+    sample: ClusterSample | None = None
+    problem: str = ""
