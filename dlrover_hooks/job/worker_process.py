@@ -160,6 +160,7 @@ class Worker:
         if importlib.util.find_spec("torch") is not None:
             importlib.import_module("torch")
         own, role = self._client.incarnation, self._role
+        # Those of torchrun, too: without a TORCHELASTIC_RUN_ID Lightning picks an environment that keeps its rank.
         settings.change_environment(
             {
                 "DLROVER_HOOKS_INCARNATION": own,
@@ -173,7 +174,7 @@ class Worker:
                 "TORCHELASTIC_RESTART_COUNT": str(self.place.life - 1),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",
             }
-        )  # fmt: skip - as torchrun: without a TORCHELASTIC_RUN_ID Lightning picks an environment that keeps its rank
+        )
         config, place = settings.load(), settings.place()
         join = msgspec.structs.replace(join_request(config, place, own), again=self._first)
         seated = take_seat(self._client, join, away_s=_AWAY_S, channel="boot", look=self._look)
