@@ -16,8 +16,9 @@ from dlrover_hooks.master.core import node_vitals
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.master.core.roles.role_state import restart_counts
 from dlrover_hooks.master.core.rounds.members import Member
-from dlrover_hooks.protocol import NodeUse, RankUse
+from dlrover_hooks.protocol import NodeUse, RankUse, WorkerState
 
 _BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
@@ -47,6 +48,7 @@ class Metrics:
         """All metrics; those of the jobs are computed from `state` and `nodes`."""
         registry = CollectorRegistry()
         registry.register(_Jobs(state, nodes))
+        registry.register(_Roles(state))
         registry.register(_Uses(state, nodes))
         return generate_latest(self.registry) + generate_latest(registry)
 
@@ -98,6 +100,39 @@ class _Jobs(Collector):
     def _is_connected(self, job: str, member: Member) -> bool:
         lease = self._nodes.pulses.get((job, member.incarnation))
         return member.live and lease is not None and lease.ears > 0
+
+
+class _Roles(Collector):
+    """Workers and budgets of unfinished jobs of several roles."""
+
+    def __init__(self, state: Master) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        workers = GaugeMetricFamily(
+            "dlrover_hooks_role_workers", "Workers of a role, by state.", labels=["job", "role", "state"]
+        )
+        lives = CounterMetricFamily(
+            "dlrover_hooks_role_lives", "Processes that were planned for the workers of a role: the sum of their lives.",
+            labels=["job", "role"],
+        )  # fmt: skip
+        budget = ["job", "budget", "of"]
+        used = GaugeMetricFamily(
+            "dlrover_hooks_budget_used", "Failures that a budget counts within its window.", labels=budget
+        )
+        limit = GaugeMetricFamily("dlrover_hooks_budget_limit", "Limit of a budget; -1: none.", labels=budget)
+        running = (
+            (name, job.roles) for name, job in sorted(self._state.jobs.items()) if job.roles and not job.roles.over
+        )
+        for name, roles in islice(running, SERIES):
+            for role, of in roles.workers.items():
+                lives.add_metric([name, role], sum(one.life for one in of))
+                for state in WorkerState:
+                    workers.add_metric([name, role, state.value], sum(one.state is state for one in of))
+            for one in restart_counts(roles, self._state.now):
+                used.add_metric([name, one.kind, one.of], one.used)
+                limit.add_metric([name, one.kind, one.of], one.limit)
+        yield from (workers, lives, used, limit)
 
 
 class _Uses(Collector):

@@ -200,7 +200,7 @@ def view(roles: RoleJob, now: float, role: str = "") -> Roles:
         submission=roles.submission,
         spec="" if role else roles.spec,
         workers=tuple(shown(one) for name in names for one in roles.workers.get(name, [])),
-        budgets=() if role else tuple(_counts(roles, now)),
+        budgets=() if role else tuple(restart_counts(roles, now)),
         avoid=tuple(roles.avoid),
         events=() if role else tuple(roles.events),
         dropped=roles.dropped,
@@ -225,7 +225,8 @@ def shown(one: WorkerRecord) -> RoleWorker:
     )
 
 
-def _counts(roles: RoleJob, now: float) -> list[RestartCount]:
+def restart_counts(roles: RoleJob, now: float) -> list[RestartCount]:
+    """What each budget counts within its window, and its limit."""
     found = list[RestartCount]()
     for name, rules in roles.rules.items():
         found.append(RestartCount("worker", name, used(roles, f"worker {name}", now), rules.worker_restarts))

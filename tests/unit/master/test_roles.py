@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -11,143 +10,28 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Conflict, JobAlive, Stale
 from dlrover_hooks.master.clock import Uptime
 from dlrover_hooks.master.core import job_registry, views
-from dlrover_hooks.master.core.effects import Deadline, Effect, Wake
-from dlrover_hooks.master.core.events import Envelope, ForgetFinished, Key, Lost, Tick, encode
+from dlrover_hooks.master.core.effects import Deadline, Wake
+from dlrover_hooks.master.core.events import ForgetFinished, Key, Lost
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.roles.role_state import MOST_EVENTS, MOST_WORKERS
 from dlrover_hooks.master.failure_detector import Liveness
-from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
-from dlrover_hooks.protocol import FailurePolicy, JobPhase, RoleBudgets, RoleRules, WorkerCause, WorkerState
-
-REPLACE, REJOIN, ROLE = FailurePolicy.REPLACE, FailurePolicy.REJOIN, FailurePolicy.ROLE
-JOB, FAIL = FailurePolicy.JOB, FailurePolicy.FAIL
-INITIAL, RUNNING, DONE = WorkerState.INITIAL, WorkerState.RUNNING, WorkerState.DONE
-KILLED, RAISED, SILENT = WorkerCause.KILLED, WorkerCause.RAISED, WorkerCause.SILENT
-PREEMPTED, NODE_LOST = WorkerCause.PREEMPTED, WorkerCause.NODE_LOST
-PLENTY = RoleBudgets(job_restarts=100, node_failures=100, window_s=1000.0, ready_s=60.0)
-
-
-def actor(on_failure: FailurePolicy = REPLACE, workers: int = 2, *, worker: int = 100, role: int = 100) -> RoleRules:
-    """The driver role of most tests."""
-    return RoleRules("actor", workers, on_failure, True, worker, role)
-
-
-REWARD = RoleRules("reward", 1, REPLACE, driver=False)
-
-
-class RoleWorld:
-    """A job, with `now` in its hands. Each process has the incarnation `ROLE:RANK:LIFE`."""
-
-    def __init__(self, *roles: RoleRules, budgets: RoleBudgets = PLENTY, up: bool = True) -> None:
-        self.state, self.now = job_registry.Master(), 1000.0
-        self.effects: tuple[Effect, ...] = ()
-        self.submit("first", *(roles or (actor(), REWARD)), budgets=budgets)
-        if up:
-            self.register_all()
-
-    def send(self, event: p.Message, key: Key | None = None) -> p.Message:
-        outcome = job_registry.apply(self.state, event, self.now, key)
-        self.effects = outcome.effects
-        return outcome.reply
-
-    def submit(self, submission: str, *roles: RoleRules, budgets: RoleBudgets = PLENTY, spec: str = "{}") -> p.Roles:
-        reply = self.send(p.StartRoles("job", "user", submission, roles, budgets, spec))
-        assert isinstance(reply, p.Roles)
-        return reply
-
-    def show(self, role: str = "") -> p.Roles:
-        reply = views.query(self.state, Nodes(), p.ShowRoles("job", role))
-        assert isinstance(reply, p.Roles)
-        return reply
-
-    def awaited(self, after: int, role: str = "") -> p.Roles | None:
-        reply = views.query(self.state, Nodes(), p.AwaitRoles("job", "sub-master", after, role))
-        assert reply is None or isinstance(reply, p.Roles)
-        return reply
-
-    def worker(self, rank: int, role: str = "actor") -> p.RoleWorker:
-        return next(one for one in self.show(role).workers if one.rank == rank)
-
-    @property
-    def lives(self) -> dict[str, list[int]]:
-        """By role, the current life of each rank."""
-        shown = self.show()
-        return {role: [one.life for one in shown.workers if one.role == role] for role in self._roles(shown)}
-
-    @staticmethod
-    def _roles(shown: p.Roles) -> list[str]:
-        return list(dict.fromkeys(one.role for one in shown.workers))
-
-    def register(self, rank: int, role: str = "actor", *, life: int = 0, node: str = "", name: str = "") -> p.Message:
-        life = life or self.worker(rank, role).life
-        return self.send(
-            p.RegisterWorker(
-                "job", name or f"{role}:{rank}:{life}", role, rank, life, node or f"n{rank}", 100 + life, "host:1"
-            )
-        )
-
-    def register_all(self) -> None:
-        """Everything that is to be started is up."""
-        for one in self.show().workers:
-            if one.state is INITIAL:
-                self.register(one.rank, one.role)
-
-    def end(
-        self,
-        rank: int,
-        cause: WorkerCause | None = KILLED,
-        role: str = "actor",
-        *,
-        life: int = 0,
-        detail: str = "exit code -9",
-        recovers: bool = False,
-        policy: FailurePolicy | None = None,
-    ) -> None:
-        """The SubMaster reports an end of the current life, or of `life`."""
-        life = life or self.worker(rank, role).life
-        self.send(
-            p.WorkerEnded("job", "sub-master", role, rank, life, cause, detail if cause else "", recovers, policy)
-        )
-
-    def done(self, rank: int, role: str = "actor") -> None:
-        self.end(rank, None, role)
-
-    def lose(self, rank: int, role: str = "actor") -> None:
-        """The failure detector declares the process of the current life dead."""
-        self.send(Lost("job", self.worker(rank, role).incarnation, "no heartbeat"))
-
-    def wait(self, rank: int, reason: str, role: str = "actor", *, life: int = 0) -> None:
-        life = life or self.worker(rank, role).life
-        self.send(p.WorkerWaits("job", "sub-master", role, rank, life, reason))
-
-    def restart(self, role: str = "actor") -> None:
-        self.send(p.RestartRole("job", "user", role))
-
-    def stop(self, *, failed: bool = False) -> None:
-        self.send(p.StopRoles("job", "user", "enough", failed))
-
-    def tick(self, after_s: float) -> None:
-        self.now += after_s
-        self.send(Tick("job"))
-
-    def used(self, kind: str, of: str = "") -> int:
-        found = [one.used for one in self.show().budgets if (one.kind, one.of) == (kind, of)]
-        assert len(found) == 1, self.show().budgets
-        return found[0]
-
-    @property
-    def phase(self) -> JobPhase | None:
-        return self.show().phase
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of all events, in order."""
-        return [one.kind for one in self.show().events]
-
-    def events(self, kind: str) -> list[tuple[str, int, int]]:
-        """Role, rank and life of the events of a kind."""
-        return [(one.role, one.rank, one.life) for one in self.show().events if one.kind == kind]
-
+from dlrover_hooks.protocol import FailurePolicy, JobPhase, RoleBudgets, RoleRules, WorkerCause
+from tests.unit.master.role_world import (
+    DONE,
+    FAIL,
+    INITIAL,
+    JOB,
+    KILLED,
+    NODE_LOST,
+    RAISED,
+    REJOIN,
+    REPLACE,
+    REWARD,
+    ROLE,
+    RUNNING,
+    RoleWorld,
+    actor,
+)
 
 # ---- the start -------------------------------------------------------------------------------------------------------
 
@@ -598,169 +482,6 @@ def test_a_planned_restart_that_is_sent_again_restarts_once() -> None:
     for _ in range(2):
         world.send(p.RestartRole("job", "user", "actor"), Key("user", "calls", 1))
     assert world.lives["actor"] == [2, 2]
-
-
-# ---- budgets ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_budget_of_a_role_for_its_workers_slides() -> None:
-    world = RoleWorld(actor(worker=2))
-    world.end(0)
-    world.now += 600.0
-    world.end(1)
-    assert world.used("worker", "actor") == 2
-    world.now += 400.0
-    world.end(0)
-    assert world.used("worker", "actor") == 2, "the first one is older than the window"
-    world.now += 599.9
-    world.end(0)
-    assert world.phase is JobPhase.FAILED
-    assert "the budget of 2 for 'worker actor' within 1000 s is used up" in world.show().reason
-    assert world.show().budgets[0] == p.RestartCount("worker", "actor", 3, 2)
-
-
-def test_the_budget_of_a_role_as_a_whole_slides() -> None:
-    world = RoleWorld(actor(ROLE, role=1))
-    world.end(0)
-    world.now += 1000.0
-    world.end(0)
-    assert world.used("role", "actor") == 1
-    assert world.phase is JobPhase.RUNNING
-    world.end(1)
-    assert world.phase is JobPhase.FAILED
-    assert "the budget of 1 for 'role actor'" in world.show().reason
-
-
-def test_the_budget_of_the_job_slides() -> None:
-    world = RoleWorld(actor(JOB), budgets=RoleBudgets(job_restarts=1, window_s=100.0))
-    world.end(0)
-    world.now += 100.0
-    world.end(0)
-    assert world.used("job") == 1
-    assert world.phase is JobPhase.RUNNING
-    world.end(1)
-    assert world.phase is JobPhase.FAILED
-    assert "the budget of 1 for 'job' within 100 s" in world.show().reason
-
-
-def test_budgets_of_different_roles_are_apart() -> None:
-    world = RoleWorld(actor(worker=1), RoleRules("reward", 1, worker_restarts=1, driver=False))
-    world.end(0)
-    world.end(0, role="reward")
-    assert world.phase is JobPhase.RUNNING
-    assert (world.used("worker", "actor"), world.used("worker", "reward")) == (1, 1)
-    world.end(0, role="reward")
-    assert world.phase is JobPhase.FAILED
-    assert "'worker reward'" in world.show().reason
-
-
-def test_a_node_with_too_many_failures_is_avoided_and_does_not_end_the_job() -> None:
-    world = RoleWorld(actor(workers=3), budgets=RoleBudgets(node_failures=2, window_s=100.0))
-    for _ in range(2):
-        world.end(0)
-        world.register(0, node="bad")
-    world.now += 50.0
-    world.end(0)
-    world.register(0, node="bad")
-    world.end(0, RAISED)
-    world.register(0, node="bad")
-    world.end(0, PREEMPTED)
-    world.register(0, node="bad")
-    assert world.used("node", "bad") == 2, "neither exceptions nor preemptions are failures of a node"
-    assert world.show().avoid == ()
-    world.lose(0)
-    assert world.show().avoid == ("bad",)
-    assert [(one.kind, one.detail) for one in world.show().events if one.kind == "avoid"] == [("avoid", "bad")]
-    world.register(0, node="bad")
-    world.end(0)
-    assert world.show().avoid == ("bad",)
-    assert world.kinds.count("avoid") == 1
-    assert world.phase is JobPhase.RUNNING
-
-
-def test_a_node_that_was_relaunched_begins_without_failures() -> None:
-    world = RoleWorld(budgets=RoleBudgets(node_failures=0))
-    world.register(0, node="bad")
-    for node in ("bad", "other"):
-        world.end(0)
-        world.register(0, node=node)
-    assert world.show().avoid == ("n0", "bad")
-    world.send(p.NodesRelaunched("job", "prime", ("bad", "unknown")))
-    world.send(p.NodesRelaunched("job", "prime", ("bad",)))
-    assert world.show().avoid == ("n0",)
-    assert "bad" not in [one.of for one in world.show().budgets]
-    assert world.kinds.count("relaunched") == 1
-    world.end(0)
-    assert world.show().avoid == ("n0", "other")
-    world.register(0, node="bad")
-    world.end(0)
-    assert world.show().avoid == ("n0", "other", "bad"), "it is avoided again after other failures"
-
-
-def test_failures_of_a_node_that_are_older_than_the_window_do_not_count() -> None:
-    world = RoleWorld(budgets=RoleBudgets(node_failures=1, window_s=100.0))
-    for _ in range(4):
-        world.end(0, NODE_LOST)
-        world.register(0, node="n0")
-        world.now += 100.0
-    assert world.used("node", "n0") == 1
-    assert world.show().avoid == ()
-
-
-def test_preemptions_are_counted_apart_and_are_unlimited() -> None:
-    world = RoleWorld(actor(worker=0))
-    for _ in range(20):
-        world.end(0, PREEMPTED, detail="it has saved and left")
-        world.register(0)
-    assert (world.used("preemption"), world.used("worker", "actor")) == (20, 0)
-    assert world.worker(0).life == 21
-    assert world.phase is JobPhase.RUNNING
-
-
-def test_preemptions_may_have_a_limit() -> None:
-    world = RoleWorld(budgets=RoleBudgets(preemptions=1, window_s=100.0))
-    world.end(0, PREEMPTED)
-    world.now += 100.0
-    world.end(1, PREEMPTED)
-    assert world.phase is JobPhase.RUNNING
-    world.end(0, PREEMPTED)
-    assert world.phase is JobPhase.FAILED
-    assert "the budget of 1 for 'preemption'" in world.show().reason
-
-
-def test_budgets_of_unlimited_are_never_used_up() -> None:
-    unlimited = actor(JOB, worker=p.UNLIMITED, role=p.UNLIMITED)
-    world = RoleWorld(unlimited, budgets=RoleBudgets(job_restarts=p.UNLIMITED, node_failures=p.UNLIMITED))
-    for _ in range(50):
-        world.end(0)
-        world.register_all()
-    assert world.phase is JobPhase.RUNNING
-    assert world.show().avoid == ()
-    assert (world.used("worker", "actor"), world.used("job")) == (50, 50)
-
-
-def test_budgets_survive_a_restart_of_the_master(tmp_path: Path) -> None:
-    """Upstream's defect 10: what was counted after the last save of its master was forgotten in a crash of it."""
-    world = RoleWorld(actor(worker=2), up=False)
-    journal = SqliteJournal(tmp_path / "journal")
-
-    def send(event: p.Message) -> None:
-        world.send(event)
-        journal.append([encode(Envelope(now=world.now, event=event))])
-
-    world.state = job_registry.Master()
-    send(p.StartRoles("job", "user", "first", (actor(worker=2), REWARD), PLENTY))
-    for life in (1, 2):
-        send(p.WorkerEnded("job", "sub-master", "actor", 0, life, KILLED))
-    journal.close()
-    before = world.show()
-    journal = SqliteJournal(tmp_path / "journal")
-    world.state = journal.load()
-    assert world.show() == before
-    assert (world.used("worker", "actor"), world.lives["actor"]) == (2, [3, 1])
-    send(p.WorkerEnded("job", "sub-master", "actor", 1, 1, KILLED))
-    journal.close()
-    assert world.phase is JobPhase.FAILED
 
 
 # ---- workers that do not come up -------------------------------------------------------------------------------------
