@@ -113,9 +113,8 @@ class _Roles(Collector):
             "dlrover_hooks_role_workers", "Workers of a role, by state.", labels=["job", "role", "state"]
         )
         lives = CounterMetricFamily(
-            "dlrover_hooks_role_lives", "Processes that were planned for the workers of a role: the sum of their lives.",
-            labels=["job", "role"],
-        )  # fmt: skip
+            "dlrover_hooks_role_lives", "Sum of the lives of the workers of a role.", labels=["job", "role"]
+        )
         budget = ["job", "budget", "of"]
         used = GaugeMetricFamily(
             "dlrover_hooks_budget_used", "Failures that a budget counts within its window.", labels=budget
