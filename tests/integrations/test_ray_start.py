@@ -91,5 +91,6 @@ def test_a_job_runs_on_machines_that_the_documented_commands_have_started(machin
     machines.start(f"{head} {MORE}")
     machines.start(f"{other} {MORE.replace('--include-dashboard false ', '')}")
     address, _, command = script.partition(" ")
-    machines.env.update([address.split("=")])
+    name, value = address.split("=")
+    machines.env[name] = value
     machines.ends(command.replace("train.py", f"-m {ray_deployed.MODULE}"))
