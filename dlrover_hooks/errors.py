@@ -71,7 +71,7 @@ class UnsupportedState(UsageError):
 
 
 class JobSpecError(UsageError):
-    """A job of several roles is described wrongly. `problems`: all that was found."""
+    """The description of a job of several roles is wrong. `problems`: all that were found, as sentences."""
 
     def __init__(self, job: str, problems: list[str]) -> None:
         super().__init__(f"job {job!r} cannot run as described:\n" + "\n".join(f"  - {one}" for one in problems))
@@ -185,7 +185,7 @@ class KubernetesFailed(HooksError):
 
 
 class CallFailed(HooksError):
-    """A function that a worker of another role was called for raised an exception, or no worker answered in time."""
+    """A call to a worker of another role failed: the function raised, or the worker did not answer in time."""
 
 
 class JobFinished(HooksError):

@@ -1,6 +1,6 @@
-"""Jobs of several roles: described with `DLJobBuilder`, run by processes of this machine or by actors of Ray.
+"""Jobs of several roles: described with `DLJobBuilder`, run as processes on this machine or as actors of Ray.
 
-Entry points: `DLJobBuilder`, `JobSpec`, and inside of a worker `current_worker`.
+Entry points: `DLJobBuilder`, `JobSpec`, and inside a worker `current_worker`.
 """
 
 from __future__ import annotations

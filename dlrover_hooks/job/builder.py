@@ -1,4 +1,4 @@
-"""`DLJobBuilder`: describes a job of several roles by a chain of calls.
+"""`DLJobBuilder` describes a job of several roles by a chain of calls.
 
     job = (DLJobBuilder("ppo").nodes(2, devices_per_node=8)
            .role("actor").train("ppo.roles:actor").workers(8).resource(device=1).restarts(on_failure="rejoin").end()
@@ -26,10 +26,12 @@ _MB_PER_GB = 1000.0
 
 
 class DLJobBuilder:
-    """`build` checks everything at once: methods raise for wrong types only.
+    """Describes a job of several roles.
+
+    The methods do not check values: `build` reports all wrong values in one `JobSpecError`.
 
     Args:
-        name: of the job; `submit(job_name=)` gives another one.
+        name: name of the job; `submit(job_name=)` overrides it.
     """
 
     def __init__(self, name: str = "job") -> None:
@@ -41,12 +43,17 @@ class DLJobBuilder:
         self._problems: list[str] = []
 
     def nodes(self, count: int, *, devices_per_node: int = 0, device: str | None = None) -> DLJobBuilder:
-        """The cluster that the job is for, against which `build` checks the roles. `device`: CPU, GPU or TPU."""
+        """The size of the cluster: `build` checks that the workers fit. `device`: CPU, GPU (the default) or TPU."""
         self._fields |= {"nodes": count, "devices_per_node": devices_per_node}
         return self if device is None else self.device_type(device)
 
     def config(self, config: Any = None, /, **more: Any) -> DLJobBuilder:
-        """Settings for the workers: a mapping or an object with attributes, all of it JSON."""
+        """Add settings that workers read from `current_worker().config`.
+
+        Args:
+            config: a mapping, or an object whose attributes are the settings.
+            more: further settings. All values must be representable as JSON.
+        """
         given = _as_dict(config)
         try:
             json.dumps(msgspec.to_builtins(given | more), allow_nan=False)  # msgspec would write inf and nan as null
@@ -57,17 +64,17 @@ class DLJobBuilder:
         return self
 
     def env(self, variables: Mapping[str, str] | None = None, /, **more: str) -> DLJobBuilder:
-        """Environment variables of all workers."""
+        """Add environment variables of all workers."""
         self._fields["env"] = self._fields.get("env", {}) | _texts(variables, more)
         return self
 
     def state(self, url: str) -> DLJobBuilder:
-        """Where the PrimeMaster keeps its journal, see `JobSpec.state`."""
+        """Set where the PrimeMaster keeps its journal, see `JobSpec.state`."""
         self._fields["state"] = url
         return self
 
     def role(self, name: str) -> RoleBuilder:
-        """Begin a role; its builder's methods also lead back to those of the job."""
+        """Add a role. The methods of this class can also be called on the returned builder."""
         role = RoleBuilder(self, name)
         self._roles.append(role)
         return role
@@ -75,7 +82,14 @@ class DLJobBuilder:
     def restarts(
         self, *, job: int | None = None, preemption: int | None = None, node: int | None = None, window: Any = None
     ) -> DLJobBuilder:
-        """The budgets of the whole job, -1 for no limit: see `RoleBudgets`. `window`: a duration or seconds."""
+        """Set the budgets of the entire job, see `RoleBudgets`.
+
+        Args:
+            job: how often all workers may be started again; -1: no limit.
+            preemption: how many workers may be preempted; -1: no limit.
+            node: how many workers may fail on a node before it is avoided; -1: no limit.
+            window: failures older than this do not count: a duration such as "1h", or seconds.
+        """
         given = {"job_restarts": job, "preemptions": preemption, "node_failures": node}
         self._fields |= {name: value for name, value in given.items() if value is not None}
         if window is not None:
@@ -83,12 +97,15 @@ class DLJobBuilder:
         return self
 
     def ready_within(self, duration: Any) -> DLJobBuilder:
-        """How long a worker may take to start, waiting for its resources included."""
+        """Set how long a worker may take to register, including the wait for its resources: "5m", or seconds."""
         self._duration("ready_s", duration, "ready_within()")
         return self
 
     def silent_after(self, duration: Any) -> DLJobBuilder:
-        """A worker without a heartbeat for so long is declared dead; a crash is noticed at once."""
+        """Set after how long without a heartbeat a worker is declared dead: "10s", or seconds, at least 6.
+
+        The end of a process is detected without this timeout.
+        """
         self._duration("silent_s", duration, "silent_after()")
         return self
 
@@ -99,25 +116,34 @@ class DLJobBuilder:
             self._problems.append(error.message)
 
     def collocate(self, *roles: str, share: Mapping[str, float] | None = None) -> DLJobBuilder:
-        """Workers of these roles with one rank share a node. `share`: and one device, of which each has its part."""
+        """Place workers of these roles that have the same rank on one node.
+
+        Args:
+            roles: names of the roles.
+            share: by role, which part of one device its worker uses. The workers then share this device.
+        """
         self._collocations.append(Collocation(roles=roles, share=dict(share or {})))
         return self
 
     def affinity(self, *roles: str) -> DLJobBuilder:
-        """Workers of these roles with one rank share a node, each with its own devices."""
+        """Place workers of these roles that have the same rank on one node, each with its own devices."""
         return self.collocate(*roles)
 
     def anti_affinity(self, *roles: str) -> DLJobBuilder:
-        """No two workers of these roles share a node."""
+        """Place all workers of these roles on different nodes."""
         self._apart.append(roles)
         return self
 
     def spread(self, role: str) -> DLJobBuilder:
-        """No two workers of this role share a node."""
+        """Place all workers of this role on different nodes."""
         return self.anti_affinity(role)
 
     def build(self) -> JobSpec:
-        """The job. Raises JobSpecError with all that is wrong with it."""
+        """Return the checked job.
+
+        Raises:
+            JobSpecError: lists all wrong values. If one has a wrong type, only the first such value is listed.
+        """
         problems = list(self._problems)
         for role in self._roles:
             problems += [f"role {role.name!r}: {problem}" for problem in role.problems]
@@ -161,17 +187,17 @@ class DLJobBuilder:
         return self.role(role).run(entry)
 
     def with_collocation(self, *roles: str) -> DLJobBuilder:
-        """Like `collocate`; workers with one rank share a device, too: each gets an equal part of it."""
+        """Like `collocate` with an equal `share` of one device for each role."""
         part = int(10_000 / max(1, len(roles))) / 10_000
         return self.collocate(*roles, share=dict.fromkeys(roles, part))
 
     def with_collocation_all(self, *exclude: str) -> DLJobBuilder:
-        """Like `with_collocation` of all roles but `exclude`. Call it after the roles."""
+        """Like `with_collocation` of all roles except `exclude`. Call it after all roles were added."""
         return self.with_collocation(*(role.name for role in self._roles if role.name not in exclude))
 
 
 class RoleBuilder:
-    """One role of a job. Methods of `DLJobBuilder` may follow directly, or after `end`."""
+    """One role of a job, made by `DLJobBuilder.role`. The methods of `DLJobBuilder` can be called on it, too."""
 
     def __init__(self, job: DLJobBuilder, name: str) -> None:
         self.name, self.problems = name, list[str]()
@@ -184,32 +210,35 @@ class RoleBuilder:
         return getattr(self._job, name)
 
     def fields(self) -> dict[str, Any]:
-        """Of its `RoleSpec`."""
+        """The fields of the `RoleSpec` that were set."""
         resources = {"resources": self._resources} if self._resources else {}
         return {"name": self.name, "entry": ""} | self._fields | resources
 
     def run(self, entry: str) -> RoleBuilder:
-        """Each worker calls `entry` by itself, see `RoleSpec.entry`."""
+        """Set what each worker calls independently of the others. `entry`: see `RoleSpec.entry`."""
         self._fields |= {"entry": entry, "trains": False}
         return self
 
     def train(self, entry: str) -> RoleBuilder:
-        """The workers form a process group: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for `entry`."""
+        """Set what each worker calls as a member of one process group. `entry`: see `RoleSpec.entry`.
+
+        RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the call.
+        """
         self._fields |= {"entry": entry, "trains": True}
         return self
 
     def workers(self, count: int, *, min: int = 0) -> RoleBuilder:
-        """How many; see `RoleSpec.min_workers`."""
+        """Set the number of workers. `min`: see `RoleSpec.min_workers`."""
         self._fields |= {"workers": count, "min_workers": min}
         return self
 
     def per_group(self, count: int) -> RoleBuilder:
-        """See `RoleSpec.per_group`."""
+        """Set how many workers are placed on one node together, see `RoleSpec.per_group`."""
         self._fields["per_group"] = count
         return self
 
     def env(self, variables: Mapping[str, str] | None = None, /, **more: str) -> RoleBuilder:
-        """Environment variables of its workers, over those of the job."""
+        """Add environment variables of the workers of this role. They take precedence over those of the job."""
         self._fields["env"] = self._fields.get("env", {}) | _texts(variables, more)
         return self
 
@@ -225,7 +254,10 @@ class RoleBuilder:
         accelerator: float | None = None,
         **custom: float,
     ) -> RoleBuilder:
-        """Of one worker, see `RoleResources`. DLRover's spellings: `memory`, `disk` (MB), `accelerator`."""
+        """Set the resources of each worker, see `RoleResources`.
+
+        DLRover's spellings: `memory` and `disk` (10^6 bytes), `accelerator` (like `device`).
+        """
         memory_gb = memory / _MB_PER_GB if memory is not None else memory_gb
         disk_gb = disk / _MB_PER_GB if disk is not None else disk_gb
         device = accelerator if accelerator is not None else device
@@ -238,18 +270,24 @@ class RoleBuilder:
     def restarts(
         self, worker: int | None = None, *, role: int | None = None, on_failure: Policy | None = None
     ) -> RoleBuilder:
-        """What follows when a worker ends early, and how often: see `FailurePolicy` and `RoleRules`."""
+        """Set what happens when a worker ends before it is done.
+
+        Args:
+            worker: how many workers of the role may end early, see `RoleRules`; -1: no limit.
+            role: how often all workers of the role may be started again; -1: no limit.
+            on_failure: see `FailurePolicy`.
+        """
         given = {"worker_restarts": worker, "role_restarts": role, "on_failure": on_failure}
         self._fields |= {name: value for name, value in given.items() if value is not None}
         return self
 
     def not_driver(self) -> RoleBuilder:
-        """The job does not wait for this role: its workers are ended with the job."""
+        """Do not let the job wait for this role: its workers are terminated when the job is over."""
         self._fields["driver"] = False
         return self
 
     def end(self) -> DLJobBuilder:
-        """Back to the job."""
+        """Return the builder of the job."""
         return self._job
 
     # ---- DLRover's spellings ----------------------------------------------------------------------------------------
@@ -264,7 +302,7 @@ class RoleBuilder:
         return self
 
     def nproc_per_node(self, count: int) -> RoleBuilder:
-        """Like `per_group(count)`, with as many groups as before."""
+        """Like `per_group(count)`, but keeps the number of groups, so the number of workers changes."""
         groups = self._fields.get("workers", 1) // self._fields.get("per_group", 1)
         self._fields |= {"workers": groups * count, "per_group": count}
         return self

@@ -1,7 +1,7 @@
-"""Arguments and results of calls between workers, as bytes: MessagePack, with arrays and tensors as their raw memory.
+"""Encodes arguments and results of calls between workers: MessagePack, with the raw memory of arrays and tensors.
 
-Nothing is pickled. What can be sent: None, bool, int, float, str, bytes, lists, tuples, dicts with such keys, NumPy
-arrays and scalars, and dense torch tensors, which arrive on the CPU.
+Nothing is pickled. Supported are None, bool, int, float, str, bytes, lists, tuples, dicts with keys of these types,
+NumPy arrays and scalars, and dense torch tensors, which arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(value: Any) -> bytes:
-    """Raises UsageError for a value of another type."""
+    """The value as bytes. Raises UsageError for a value that is not supported."""
     try:
         return msgspec.msgpack.encode(_tagged(value), enc_hook=_extension)
     except (TypeError, OverflowError) as error:
@@ -36,12 +36,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value from `encode`. Raises msgspec.DecodeError."""
+    """The value that `encode` was given. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, ext_hook=_value)
 
 
 def _tagged(value: Any) -> Any:
-    """`value` with its tuples replaced: MessagePack knows lists only."""
+    """`value` with its tuples marked as extensions, because MessagePack only has lists."""
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(_TUPLE, encode(list(value)))
     if isinstance(value, list):
@@ -52,12 +52,12 @@ def _tagged(value: Any) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A tuple as a key arrives as one."""
+    """A tuple needs no mark as a key: msgspec decodes arrays in keys as tuples."""
     return tuple(_key(one) for one in key) if type(key) is tuple else _plain(key)
 
 
 def _plain(value: Any) -> Any:
-    """Raises TypeError for what would arrive as another type."""
+    """`value` itself. Raises TypeError if it would be decoded as another type."""
     torch = sys.modules.get("torch")
     if type(value) in _PLAIN or isinstance(value, (np.ndarray, np.generic)):
         return value

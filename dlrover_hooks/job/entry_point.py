@@ -17,7 +17,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 
 
 def is_script(entry: str) -> bool:
-    """It is `script.py ARGUMENTS`."""
+    """Whether `entry` has the form `script.py ARGUMENTS`."""
     words = _words(entry)
     return bool(words) and words[0].endswith(".py")
 
@@ -25,22 +25,23 @@ def is_script(entry: str) -> bool:
 def _words(entry: str) -> list[str]:
     try:
         return shlex.split(entry)
-    except ValueError:  # an open quote
+    except ValueError:  # a quote that is not closed
         return []
 
 
 def entry_problem(entry: str) -> str:
-    """What is wrong with the form of `entry`; empty: nothing. Whether it exists is known where it is to run."""
+    """What is wrong with the form of `entry`; empty: nothing. Only a worker can check whether it exists."""
     if is_script(entry) or _FUNCTION.fullmatch(entry):
         return ""
     return f"{entry!r} is no entry point: write package.module:function, or 'script.py ARGUMENTS'"
 
 
 def load(entry: str, role: str) -> Callable[[], Any]:
-    """What a worker calls, without arguments. A script runs as `__main__`.
+    """The function that a worker calls, without arguments. For a script it runs the script as `__main__`.
 
     Raises:
         UsageError: there is no such module, function or script.
+        Exception: what the import of the module raises.
     """
     if is_script(entry):
         return _script(entry, role)
@@ -49,7 +50,7 @@ def load(entry: str, role: str) -> Callable[[], Any]:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module is there, and imports another one that is not
+            raise  # the module exists; an import in it failed
         raise UsageError(f"role {role!r}: there is no module {error.name!r} for {entry!r}", hint=_PATH) from None
     if not hasattr(imported, function):
         raise UsageError(f"role {role!r}: module {module!r} has no function {function!r}")

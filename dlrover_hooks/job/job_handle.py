@@ -1,4 +1,4 @@
-"""A submitted job, from outside: its state, its end, and how to stop it."""
+"""`JobHandle`: the interface to a submitted job."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ EXIT_CODES = {JobPhase.DONE: 0, JobPhase.FAILED: 1, JobPhase.STOPPED: 130}
 
 
 class JobHandle(Protocol):
-    """What `JobSpec.submit(wait=False)` returns."""
+    """A submitted job. `JobSpec.submit(wait=False)` returns one."""
 
     @property
     def name(self) -> str:
-        """Of the job."""
+        """The name of the job."""
         ...
 
     @property
     def url(self) -> str:
-        """Of its HTTP master, at which every command of dlrover-hooks finds it."""
+        """The URL of its HTTP master, for the commands of dlrover-hooks. On Ray empty while there is no master."""
         ...
 
     @property
     def token(self) -> str:
-        """Of its HTTP master."""
+        """The token of its HTTP master."""
         ...
 
     def status(self) -> Roles:
-        """The job as it stands, or as it ended. Raises MasterAway."""
+        """The current state of the job, or its result. On Ray raises MasterAway if its master does not answer."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the end: 0 done, 1 failed, 130 stopped. Raises TimeoutError."""
+        """Wait for the end of the job and return its exit code: 0 done, 1 failed, 130 stopped.
+
+        Raises:
+            TimeoutError: the job still runs after `timeout_s` seconds.
+        """
         ...
 
     def stop(self, reason: str = "a user stopped it", *, timeout_s: float = 60.0) -> int:
-        """End the job and wait until nothing of it is left; the exit code, as of `wait`."""
+        """Stop the job, wait for its end, and return the exit code, as `wait` does.
+
+        If the job has not ended after `timeout_s` seconds, its processes are killed.
+        """
         ...
 
     def restart(self, role: str) -> None:
-        """Have all workers of a role started again. Raises MasterError."""
+        """Start all workers of a role again. Raises MasterError, and MasterAway if the master does not answer."""
         ...

@@ -1,7 +1,7 @@
-"""Where the workers of a job go, relative to each other: bundles of resources, each of which is on one node.
+"""Plans which workers of a job share a node. A bundle is a set of resources on one node.
 
-A bundle holds one worker, a group of workers of one role (`per_group`), or those of all collocated roles with one rank.
-Roles that are to stay apart have their bundles in a placement group of their own, each on another node.
+A bundle holds one worker, a group of workers of one role (`per_group`), or the workers of collocated roles that have
+the same rank (or group). Roles that must not share a node have a group of bundles of their own, each on another node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dlrover_hooks.job.spec import Collocation, JobSpec, RoleSpec
 
 _PARTS = 10_000
-"""Resources are compared in ten-thousandths, as Ray counts them."""
+"""Resources are counted in ten-thousandths, as in Ray."""
 _MOST_STEPS = 20_000
 
 
@@ -28,7 +28,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 class BundleGroup(msgspec.Struct, frozen=True):
-    """Bundles that are reserved together. `spread`: each on another node; else as near to each other as possible."""
+    """Bundles that are reserved together. `spread`: all on different nodes; else as close together as possible."""
 
     name: str
     bundles: tuple[Bundle, ...]
@@ -36,7 +36,7 @@ class BundleGroup(msgspec.Struct, frozen=True):
 
 
 class WorkerSlot(msgspec.Struct, frozen=True):
-    """The bundle of a worker, and what it uses of it."""
+    """Where a worker is placed: number of the group, number of the bundle in it, and the resources it uses there."""
 
     group: int
     bundle: int
@@ -61,7 +61,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
 
 
 def needed(role: RoleSpec, device: str, share: float | None = None) -> dict[str, float]:
-    """The resources of one worker by the platform's names. `share`: of a device, instead of its own."""
+    """The resources of one worker by Ray's names. `share`: its part of a shared device, instead of its own devices."""
     need = role.resources
     devices = need.device if share is None else share
     amounts = {"CPU": need.cpu, device: devices, "memory": need.memory_gb * 1e9, "disk": need.disk_gb * 1e9}
@@ -71,7 +71,7 @@ def needed(role: RoleSpec, device: str, share: float | None = None) -> dict[str,
 
 
 def planned(spec: JobSpec) -> PlacementPlan:
-    """The plan of a job that was checked."""
+    """The plan of a job. The job must have passed the other checks of `find_problems`."""
     apart = {name for group in spec.apart for name in group}
     near = tuple(bundle for bundle in _bundles(spec) if bundle.workers[0][0] not in apart)
     groups = [BundleGroup("near", near)] if near else []
@@ -105,7 +105,9 @@ def _bundle(spec: JobSpec, roles: list[RoleSpec], together: Collocation | None, 
                 total[name] = total.get(name, 0) + _units(amount)
                 if name == spec.device:
                     parts.append(_units(amount))
-    if (devices := total.get(spec.device, 0)) > _PARTS and devices % _PARTS:  # more than one are reserved whole
+    if (
+        devices := total.get(spec.device, 0)
+    ) > _PARTS and devices % _PARTS:  # above one, Ray reserves whole devices only
         total[spec.device] = next(
             count * _PARTS for count in range(1, len(parts) + devices) if _packed([_PARTS] * count, tuple(parts))
         )
@@ -114,7 +116,7 @@ def _bundle(spec: JobSpec, roles: list[RoleSpec], together: Collocation | None, 
 
 
 def find_misfits(spec: JobSpec) -> list[str]:
-    """What of the plan does not fit the nodes that the job says it has."""
+    """Why the plan does not fit `spec.nodes` and `spec.devices_per_node`, as sentences; empty: it fits."""
     found, plan = list[str](), planned(spec)
     for group in plan.groups:
         if group.spread and len(group.bundles) > spec.nodes:
@@ -146,20 +148,22 @@ def find_misfits(spec: JobSpec) -> list[str]:
 
 
 class _Demand(NamedTuple):
-    """Devices of a bundle, in units, by worker. Bundles of one `apart` (not -1) are each on another node."""
+    """Devices of a bundle, in units, by worker. Bundles with equal `apart` must be on different nodes; -1: no rule."""
 
     parts: tuple[int, ...]
     apart: int
 
 
 def _units(amount: float) -> int:
-    """Rounded down, so that equal parts of a whole are never more than it."""
+    """The amount in ten-thousandths, rounded down so that equal parts never add up to more than the whole."""
     return math.floor(amount * _PARTS + 1e-6)
 
 
 def _packed(free: list[int], parts: tuple[int, ...]) -> list[int] | None:
-    """What is left of each device of a node with these workers on it; None: they do not fit. First fit, largest first:
-    whole devices first, then each part on the fullest device with room for it."""
+    """What is left of each device of a node after these workers are placed; None: they do not fit.
+
+    Best fit, largest first: whole devices first, then each part on the fullest device that has room for it.
+    """
     left = sorted(free)
     for part in sorted(parts, reverse=True):
         whole, rest = divmod(part, _PARTS)
@@ -178,7 +182,8 @@ def _packed(free: list[int], parts: tuple[int, ...]) -> list[int] | None:
 
 
 def _fit(demands: list[_Demand], nodes: int, devices: int) -> bool:
-    """False: the bundles do not fit the nodes. A search that takes too long ends with True: the platform finds out."""
+    """False: the bundles do not fit the nodes. After `_MOST_STEPS` steps the search gives up and returns True: the
+    platform then shows at run time whether they fit."""
     order = sorted((one for one in demands if any(one.parts) or one.apart >= 0), key=lambda one: -sum(one.parts))
     if sum(sum(one.parts) for one in order) > nodes * devices * _PARTS:
         return False

@@ -1,4 +1,4 @@
-"""What the masters of a job need of the platform that runs their processes: this machine, or Ray."""
+"""The interface between the masters of a job and the platform that runs its processes: this machine, or Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
 
 
 class EndedWorker(NamedTuple):
-    """A worker whose process is gone, or whose function is over. `cause` None: it is done."""
+    """A worker whose process or function has ended. `cause` None: the function returned, so the worker is done."""
 
     rank: int
     life: int
@@ -18,48 +18,56 @@ class EndedWorker(NamedTuple):
 
 
 class WorkerPlatform(Protocol):
-    """The workers of one role, for its SubMaster. Every method may be called again after a restart of the SubMaster."""
+    """The workers of one role, used by its SubMaster. A restarted SubMaster may repeat a call of the former one."""
 
     def lives(self) -> dict[int, int]:
-        """The newest life of each rank whose process runs, or whose end `ended` will tell. Any thread."""
+        """By rank: the newest life whose process runs, or whose end `ended` has yet to report. Any thread."""
         ...
 
     def start(self, worker: RoleWorker, avoid: Collection[str], env: Mapping[str, str]) -> str:
-        """Start the process of its life, on none of the nodes `avoid` if there is another one. `env`: variables beyond
-        those of its role.
+        """Start the process for `worker.life`.
 
-        Why it has to wait; empty: it was started.
+        Args:
+            worker: as the master lists it.
+            avoid: nodes to use only if no other node has room.
+            env: variables of the process. Those of the job and of its role take precedence.
+
+        Returns:
+            Why the process could not be started yet; empty: it was started.
         """
         ...
 
     def end(self, rank: int, life: int) -> None:
-        """Kill a process, and wait until it is gone, if its node answers. `ended` does not tell of it."""
+        """Kill a process and, if its node answers, wait until it has ended. `ended` does not report this end."""
         ...
 
     def outcome(self, rank: int, life: int) -> EndedWorker:
-        """What became of a process that `lives` does not list: it may have ended before this SubMaster began."""
+        """How a process ended that `lives` does not list. It may have ended before this SubMaster was started."""
         ...
 
     def ended(self, timeout_s: float) -> list[EndedWorker]:
-        """Those that have ended since the last call; waits for the first one. One thread only."""
+        """The workers that ended since the last call. Waits up to `timeout_s` for the first one. One thread only."""
         ...
 
 
 class MasterPlatform(Protocol):
-    """The SubMasters, for the PrimeMaster."""
+    """The SubMasters of a job, used by its PrimeMaster."""
 
     def begin(self) -> bool:
-        """Start the SubMasters that do not run. False: some place for the job is not there yet, call it again."""
+        """Start the SubMasters that do not run. False: resources for the job are missing; call it again later."""
         ...
 
     def missing(self) -> str:
-        """What `begin` waits for."""
+        """Which resources `begin` waits for; empty: none."""
         ...
 
     def restarted(self, timeout_s: float) -> list[str]:
-        """Roles whose SubMaster has ended since the last call and was started again; waits for the first one."""
+        """Roles whose SubMaster ended since the last call and was started again.
+
+        Waits up to `timeout_s` seconds for the first one.
+        """
         ...
 
     def finish(self, roles: Roles) -> None:
-        """The job is over: end all its processes but this one, free what it holds, and keep `roles` as its result."""
+        """End all processes of the job except the caller's, free its resources, and store `roles` as its result."""
         ...

@@ -1,4 +1,4 @@
-"""The PrimeMaster's part of plug-ins: each new event goes to them, and each node that is to be relaunched."""
+"""Passes new events and failed nodes to plug-ins, in the PrimeMaster."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dlrover_hooks.job.plugins import CALL_S, JobPlugins, PluginFailure
 from dlrover_hooks.protocol import Message, NodesRelaunched, PluginFailed, RoleEvent, Roles
 
 _FAILED = "plugin"
-"""The kind of event that a failed plug-in causes. It is not given to plug-ins: one that fails with each event would get
-another event for that, without end."""
+"""The kind of event that a failed plug-in causes. Plug-ins do not get such events: a plug-in that fails for each event
+would cause events endlessly."""
 
 
 class PluginEvents:
-    """Two threads, so that a slow plug-in delays nothing else. Call `follow` and `finish` on one thread.
+    """Calls plug-ins on two threads of its own, so that a slow plug-in does not delay the PrimeMaster.
+
+    Call `follow` and `finish` on one thread.
 
     Args:
-        job: its name.
-        incarnation: of the PrimeMaster.
-        names: of the plug-ins.
+        job: name of the job.
+        incarnation: incarnation of the PrimeMaster.
+        names: names of the plug-ins.
         note: sends an event to the master; called on any thread.
     """
 
@@ -42,7 +44,7 @@ class PluginEvents:
         }
 
     def begin(self, roles: Roles, *, again: bool) -> None:
-        """Start the threads that are needed. `again`: the events so far were given to plug-ins already."""
+        """Start the threads that are needed. `again`: skip the events so far, which an earlier PrimeMaster handled."""
         if again:
             self._seen = roles.dropped + len(roles.events)
         for function, thread in self._threads.items():
@@ -50,7 +52,7 @@ class PluginEvents:
                 thread.start()
 
     def follow(self, roles: Roles) -> None:
-        """Take what is new in the list."""
+        """Pass on the events and failed nodes in `roles` that are new since the last call."""
         if self._threads["on_event"].started:
             for event in roles.events[max(0, self._seen - roles.dropped) :]:
                 if event.kind != _FAILED:
@@ -63,7 +65,7 @@ class PluginEvents:
                 self._nodes.put(bad)
 
     def finish(self, roles: Roles) -> None:
-        """Give them the last events, and wait for that, at most `CALL_S` seconds."""
+        """Pass on the last events, and wait until plug-ins have handled them, at most `CALL_S` seconds."""
         self.follow(roles)
         deadline = time.monotonic() + CALL_S
         self._threads["relaunch_nodes"].stop(0.0)

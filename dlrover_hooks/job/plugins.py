@@ -1,7 +1,7 @@
-"""Plug-ins of jobs of several roles: functions of other packages that the masters of a job call.
+"""Plug-ins of jobs of several roles: functions of other packages, called when a job is submitted and by its masters.
 
-A package offers a plug-in by an entry point of the group `dlrover_hooks.plugins`. It names a module or an object with
-some of the functions of `JobPlugin`. All that are installed are used, unless DLROVER_HOOKS_PLUGINS says otherwise.
+A package provides a plug-in by an entry point of the group `dlrover_hooks.plugins`, which names a module or an object
+with one or more functions of `JobPlugin`. All installed plug-ins are used, unless DLROVER_HOOKS_PLUGINS selects some.
 """
 
 from __future__ import annotations
@@ -25,47 +25,56 @@ log = logging.getLogger("dlrover_hooks.job")
 
 GROUP = "dlrover_hooks.plugins"
 CALL_S = 10.0
-"""A function must return within so many seconds; `relaunch_nodes` within `RELAUNCH_S`."""
+"""Timeout of each call in seconds, except of `relaunch_nodes`, which has `RELAUNCH_S`."""
 RELAUNCH_S = 900.0
 _IMPORT = "import"
 _NONE = "none"
 
 
 class JobPlugin(Protocol):
-    """The functions that a plug-in may have. Each of them may be missing.
+    """The functions that a plug-in may have. A plug-in needs at least one of them.
 
-    A function that raises, does not return in time, or returns something else than it must, is logged, counted in the
-    status of the job, and ignored. After one that did not return in time, the process that called it calls no function
-    of that plug-in any more. Plug-ins are called in the order of their names.
+    If a call raises, exceeds its timeout (10 s; `relaunch_nodes`: 15 min) or returns an invalid value, the failure is
+    logged and counted in the status of the job, and the call has no effect. After a timeout that process calls no
+    function of the plug-in again. Plug-ins are called in the order of their names. Each call runs on a thread of its
+    own, while its caller waits.
     """
 
     def prepare_job(self, spec: JobSpec) -> JobSpec:
-        """Change a job before it is submitted: resources, environment, placement. In the process that submits it.
+        """Return a changed job: resources, environment, placement. Called in the process that submits the job.
 
-        The result has the same name, and passes `JobSpec.checked`. The next plug-in gets it.
+        The result must have the same name and pass `JobSpec.checked`. It is the argument of the next plug-in.
         """
         ...
 
     def worker_env(self, spec: JobSpec, role: str, rank: int) -> Mapping[str, str]:
-        """Variables of a worker that is about to be started. In the SubMaster of its role. Those of `spec` win."""
+        """Return variables of a worker. Called in the SubMaster of its role, once for each life, before it is started.
+
+        Variables in `spec` take precedence over these.
+        """
         ...
 
     def on_worker_ended(self, job: str, role: str, end: EndedWorker) -> FailurePolicy | None:
-        """What is to follow when a worker ended before it was done; None: what its role says. In its SubMaster.
+        """Choose the policy for a worker that ended before it was done; None: that of its role.
 
-        The first answer that is not None counts. Budgets apply to it as to that of the role. It is not asked about a
-        worker that the master declared dead for want of heartbeats: that follows what the role says.
+        Called in the SubMaster of the role. The first result that is not None is used, within the same budgets. Not
+        called for a worker that missed its heartbeats or did not register in time: there the role's policy applies.
         """
         ...
 
     def on_event(self, job: str, event: RoleEvent) -> None:
-        """Each event of the job, in order, on one thread of the PrimeMaster. What happened while that was away, and
-        what is about plug-ins themselves, is left out."""
+        """Observe an event of the job. Called in the PrimeMaster, in the order of the events.
+
+        Not called for failures of plug-ins, nor for events that happened while no PrimeMaster was running.
+        """
         ...
 
     def relaunch_nodes(self, job: str, nodes: tuple[str, ...]) -> Collection[str]:
-        """Replace or restart nodes on which too many workers failed; returns those for which that was done. On another
-        thread of the PrimeMaster. Their failures do not count any more, and workers may be started on them again."""
+        """Replace or restart nodes on which too many workers failed, and return those that were. Called in the
+        PrimeMaster.
+
+        The failures of the returned nodes no longer count, and workers may be started on them again.
+        """
         ...
 
 
@@ -73,7 +82,7 @@ FUNCTIONS = tuple(name for name, value in vars(JobPlugin).items() if inspect.isf
 
 
 class PluginFailure(NamedTuple):
-    """How a function of a plug-in failed; `function` is "import" for the plug-in itself."""
+    """A failed call of a plug-in. `function` is "import" if the plug-in could not be imported."""
 
     plugin: str
     function: str
@@ -81,11 +90,11 @@ class PluginFailure(NamedTuple):
 
 
 def select(selection: str | None) -> list[str]:
-    """Names of the installed plug-ins that are to be used, in order.
+    """Names of the installed plug-ins to use, sorted.
 
     Args:
-        selection: names that are separated by commas. With a `-` before each, all others are used; "none": none is.
-            None or empty: all.
+        selection: names separated by commas. A `-` before a name excludes that plug-in. "none": no plug-in. None or
+            empty: all.
 
     Raises:
         UsageError: it names a plug-in that is not installed.
@@ -104,13 +113,13 @@ def select(selection: str | None) -> list[str]:
 
 
 class JobPlugins:
-    """The plug-ins of a job, as one process of it has loaded them.
+    """The plug-ins of a job, imported in one of its processes.
 
-    Its methods never raise what a plug-in raises. Each may take `CALL_S` for each plug-in.
+    The methods log what a plug-in raises and do not raise it. A method takes at most `call_s` for each plug-in.
 
     Args:
-        job: its name.
-        names: of the plug-ins.
+        job: name of the job.
+        names: names of the plug-ins.
         failed: called with each failure, on the thread that called the method.
         call_s: timeout of each call in seconds.
     """
@@ -130,28 +139,28 @@ class JobPlugins:
             self._functions[name] = self._call(name, _IMPORT, partial(_loaded, name)) or {}
 
     def listed(self) -> tuple[RolePlugin, ...]:
-        """All of them, also those that could not be imported."""
+        """All plug-ins, including those that could not be imported."""
         return tuple(RolePlugin(name, tuple(functions)) for name, functions in self._functions.items())
 
     def have(self, function: str) -> bool:
-        """One of them has this function."""
+        """Whether one of the plug-ins has this function."""
         return any(function in one for one in self._functions.values())
 
     def prepared(self, spec: JobSpec) -> JobSpec:
-        """The job as the plug-ins want it."""
+        """The job after all `prepare_job` functions."""
         for plugin in self._with("prepare_job"):
             spec = self._call(plugin, "prepare_job", partial(self._changed, plugin, spec)) or spec
         return spec
 
     def environment(self, spec: JobSpec, role: str, rank: int) -> dict[str, str]:
-        """Variables of a worker. Of two plug-ins that set the same one, the later wins."""
+        """Variables of a worker. If two plug-ins set the same variable, the later plug-in takes precedence."""
         found = dict[str, str]()
         for plugin in self._with("worker_env"):
             found |= self._call(plugin, "worker_env", partial(self._variables, plugin, spec, role, rank)) or {}
         return found
 
     def policy(self, role: str, end: EndedWorker) -> FailurePolicy | None:
-        """What is to follow the end of a worker; None: no plug-in says so."""
+        """The policy for the end of a worker; None: no plug-in chooses one."""
         for plugin in self._with("on_worker_ended"):
             found = self._call(plugin, "on_worker_ended", partial(self._chosen, plugin, role, end))
             if found is not None:
@@ -159,12 +168,12 @@ class JobPlugins:
         return None
 
     def tell(self, event: RoleEvent) -> None:
-        """Give an event to all that want it."""
+        """Pass an event to all `on_event` functions."""
         for plugin in self._with("on_event"):
             self._call(plugin, "on_event", partial(self._functions[plugin]["on_event"], self._job, event))
 
     def relaunched(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Have nodes relaunched: those for which that was done. May take `RELAUNCH_S` for each plug-in."""
+        """Have nodes relaunched; returns those that were. Takes at most `RELAUNCH_S` for each plug-in."""
         done = set[str]()
         for plugin in self._with("relaunch_nodes"):
             left = tuple(one for one in nodes if one not in done)
@@ -197,7 +206,7 @@ class JobPlugins:
         return set(self._functions[plugin]["relaunch_nodes"](self._job, nodes)) & set(nodes)
 
     def _call(self, plugin: str, function: str, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """What `call` returns; None if it failed. It runs on a thread of its own: a call that hangs is abandoned."""
+        """What `call` returns; None if it failed. It runs on a thread of its own, so that a timeout can abandon it."""
         answers, raised = list[Any](), list[BaseException]()
 
         def run() -> None:
@@ -211,7 +220,7 @@ class JobPlugins:
         limit_s = self._call_s if timeout_s is None else timeout_s
         if thread.join(limit_s) and answers:
             return answers[0]
-        problem, trace = f"it did not return within {limit_s:g} s; this process calls this plug-in no more", None
+        problem, trace = f"it did not return within {limit_s:g} s; this process does not call the plug-in again", None
         if raised:
             known = isinstance(raised[0], HooksError)
             problem = str(raised[0]) if known else f"{type(raised[0]).__name__}: {raised[0]}"
@@ -224,7 +233,7 @@ class JobPlugins:
 
 
 def _loaded(name: str) -> dict[str, Callable[..., Any]]:
-    """The functions of a plug-in. Raises UsageError: it is not installed here, or has no usable function."""
+    """The functions of a plug-in. Raises UsageError if it is not installed here or has no usable function."""
     points: list[EntryPoint] = list(entry_points(group=GROUP, name=name))
     if not points:
         raise UsageError(f"the plug-in {name!r} is not installed in this process", hint="install it on every node")

@@ -1,6 +1,6 @@
-"""The PrimeMaster: serves the job's HTTP master, keeps one SubMaster for each role, and ends everything with the job.
+"""The PrimeMaster runs the job's HTTP master and one SubMaster for each role, and ends all processes with the job.
 
-All that must outlive it is in the journal of the HTTP master: a PrimeMaster that is started again goes on with it.
+Its persistent state is the journal of the HTTP master: a PrimeMaster that is started again continues from it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ log = logging.getLogger("dlrover_hooks.job")
 
 _POLL_S, _AGAIN_S, _LOOK_S = 2.0, 0.2, 1.0
 _PLACE_S = 1.0
-"""A cluster with room has a place for a job within this time."""
+"""Seconds that a cluster with room may take to reserve the resources of a job: a longer wait is reported."""
 _REVIVE_S = 0.05
 _FIRST_S = 60.0
-"""Within this time the HTTP master has started."""
+"""Timeout for a request in seconds: it includes the start of the HTTP master."""
 _EARLY_S, _EARLY_ENDS = 5.0, 5
-"""The HTTP master cannot run at all if it ends within so many seconds, so often in a row."""
+"""If the HTTP master ends within `_EARLY_S` seconds, `_EARLY_ENDS` times in a row, it is not started again."""
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """What a PrimeMaster needs to begin: the job, and a name for this run of it."""
+    """What the masters of a job need to begin. `id`: names this submission. `token`: of the HTTP master."""
 
     spec: JobSpec
     id: str
@@ -45,12 +45,15 @@ class Submission(msgspec.Struct, frozen=True):
     plugins: tuple[p.RolePlugin, ...] = ()
 
     def plugin_names(self) -> list[str]:
-        """Those that the submitting process could import."""
+        """Names of the plug-ins that the submitting process could import."""
         return [one.name for one in self.plugins if one.functions]
 
 
 class HttpMaster:
-    """The HTTP master as a child process on a socket of its owner, which starts it again. Main thread only."""
+    """The HTTP master as a child process. Main thread only.
+
+    The owner of this object holds the listening socket, so that it stays open while the process is started again.
+    """
 
     def __init__(self, listener: socket.socket, journal: str, token: str, silent_s: float) -> None:
         self._listener, self._journal, self._token, self._silent_s = listener, journal, token, silent_s
@@ -59,7 +62,7 @@ class HttpMaster:
         self._child = self._start()
 
     def revive(self) -> None:
-        """Start it again if it has ended. Raises LaunchError if it cannot run at all."""
+        """Start it again if it has ended. Raises LaunchError if it ended too often directly after its start."""
         code = self._child.exit_code()
         if code is None:
             return
@@ -67,12 +70,12 @@ class HttpMaster:
         early = time.monotonic() - self._child.started_at < _EARLY_S
         self._early_ends = self._early_ends + 1 if early else 0
         if self._early_ends >= _EARLY_ENDS:
-            raise LaunchError(f"the HTTP master ended with {described(code)}", hint="its own message stands above")
+            raise LaunchError(f"the HTTP master ended with {described(code)}", hint="see its message above")
         log.warning("the HTTP master died (%s); starting it again", described(code))
         self._child = self._start()
 
     def close(self) -> None:
-        """End it; it completes what it has begun to write."""
+        """Ask the process to end, and kill it after 5 s. It completes the writes that have begun."""
         os.close(self._life_end)
         self._child.wait(5.0)
         self._child.end()
@@ -87,13 +90,13 @@ class HttpMaster:
 
 
 class PrimeMaster:
-    """`run` returns the job as it ended. Main thread of its process, or one thread of its actor.
+    """Runs one job. Call `run` on the main thread of its process, or on one thread of its actor.
 
     Args:
         submission: the job.
-        client: of the HTTP master.
-        platform: of the SubMasters.
-        look: called at each turn: starts the HTTP master again. What it raises ends `run`.
+        client: client of the HTTP master.
+        platform: starts and watches the SubMasters.
+        look: called repeatedly: starts the HTTP master again if it has ended. What it raises ends `run`.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class PrimeMaster:
         )
 
     def run(self) -> p.Roles:
-        """Work until the job is over."""
+        """Block until the job is over; returns its final state. Raises MasterAway, MasterError, LaunchError."""
         roles = self._started()
         self._watch.start()
         placed, problem, began = False, "", time.monotonic()
@@ -118,7 +121,7 @@ class PrimeMaster:
                 missing = "" if placed else self._platform.missing()
                 if missing and missing != problem and time.monotonic() > began + _PLACE_S:
                     problem = missing
-                    log.warning("job %s: waiting for its place: %s", self._job, missing)
+                    log.warning("job %s: waiting for resources: %s", self._job, missing)
                     self._say_missing(roles, missing)
             roles = self._next(roles, _POLL_S if placed else 0.2)
             self._plugins.follow(roles)
@@ -149,7 +152,10 @@ class PrimeMaster:
         return roles
 
     def _ask(self, request: p.Message, key: str | None = None) -> Any:
-        """Send until the HTTP master answers, and start it again meanwhile. Raises MasterAway after `_FIRST_S`."""
+        """Send the request until the HTTP master answers, which `look` starts again if it ended.
+
+        Raises MasterAway after `_FIRST_S`.
+        """
         deadline = time.monotonic() + _FIRST_S
         while True:
             self._look()
@@ -164,7 +170,7 @@ class PrimeMaster:
         try:
             found: p.Roles = self._client.call(request, timeout_s=timeout_s + _LOOK_S, again=False)
         except MasterAway:
-            self._watch.stopping.wait(_REVIVE_S)  # then `look` starts it again
+            self._watch.stopping.wait(_REVIVE_S)  # the next turn of `run` starts it again
             return roles
         return found if found.phase is not None else roles
 
@@ -175,11 +181,11 @@ class PrimeMaster:
                 self._ask(p.WorkerWaits(self._job, own, worker.role, worker.rank, worker.life, missing), key)
 
     def _note(self, event: p.Message) -> None:
-        """On other threads than that of `run`, which starts the HTTP master again meanwhile."""
+        """Called on other threads than `run`, so that `run` can start the HTTP master again meanwhile."""
         try:
             self._client.call(event, channel="notes", timeout_s=_FIRST_S)
         except HooksError as error:
-            log.warning("job %s: %s is not noted: %s", self._job, type(event).__name__, error.message)
+            log.warning("job %s: %s could not be recorded: %s", self._job, type(event).__name__, error.message)
 
     def _restarts(self) -> None:
         while not self._watch.stopping.is_set():
@@ -189,7 +195,7 @@ class PrimeMaster:
 
 
 def journal_of(spec: JobSpec, folder: str) -> str:
-    """Where the HTTP master of a job keeps its journal. `folder`: of the backend, if the job names no place."""
+    """Path or URL of the journal of a job's HTTP master. `folder`: used if the job has no `state`; it is created."""
     if spec.state.startswith(("etcd://", "etcds://")):
         return spec.state
     folder = spec.state.removeprefix("file://") or folder

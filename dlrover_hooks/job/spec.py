@@ -1,6 +1,6 @@
-"""The description of a job of several roles, and what is wrong with it.
+"""The description of a job of several roles, and its checks.
 
-Without torch, Ray and a master: a job can be described, checked, placed and written to a file anywhere.
+Needs neither torch nor Ray nor a master: a job can be described, checked, planned and written to a file anywhere.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ Device = Literal["CPU", "GPU", "TPU"]
 
 
 class SpecPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all that a job's JSON consists of. An unknown field is an error: it may be a mistyped one."""
+    """Base of all parts of a job's JSON. An unknown field is an error, because it may be a mistyped one."""
 
 
 class RoleResources(SpecPart, frozen=True):
-    """Of one worker. `device`: how many of the job's devices, a part of one (below 1) or whole ones.
+    """The resources of one worker.
 
-    `memory_gb`, `disk_gb`: 10^9 bytes. `custom`: the platform's other resources by name.
+    `cpu`: cores. `device`: how many devices of the kind `JobSpec.device`: a part of one (below 1), or whole devices.
+    `memory_gb`, `disk_gb`: 10^9 bytes. `custom`: amounts of the platform's other resources by name.
     """
 
     cpu: float = 1.0
@@ -42,9 +43,11 @@ class RoleResources(SpecPart, frozen=True):
 class RoleSpec(SpecPart, frozen=True):
     """One role.
 
-    `entry`: `package.module:function`, `package.module.function`, or `script.py ARGUMENTS`. `trains`: its workers join
-    one process group, with RANK, WORLD_SIZE and the like set. `min_workers`: with `on_failure` "rejoin" the group may
-    shrink to so many; 0: it does not shrink. `per_group`: so many workers of this role run on one node each time.
+    `entry`: `package.module:function`, `package.module.function`, or `script.py ARGUMENTS`. `trains`: its workers form
+    one process group, and RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. `min_workers`: with `on_failure`
+    "rejoin" the group may shrink to this many workers; 0: it does not shrink. `per_group`: this many workers of
+    consecutive ranks are placed on one node. `driver`: the job waits for this role. `worker_restarts`,
+    `role_restarts`: see `RoleRules`.
     """
 
     name: str
@@ -62,18 +65,21 @@ class RoleSpec(SpecPart, frozen=True):
 
 
 class Collocation(SpecPart, frozen=True):
-    """Roles whose workers of one rank share a node. `share`: of one device, by role; empty: as their resources say."""
+    """Roles whose workers of the same rank share a node. `share`: the part of one device that each role uses; empty:
+    each worker has its own devices."""
 
     roles: tuple[str, ...]
     share: dict[str, float] = {}
 
 
 class JobSpec(SpecPart, frozen=True):
-    """A job. `collocations`: see `Collocation`. `apart`: roles of which no two workers share a node, by set.
+    """A job of several roles.
 
-    `nodes`, `devices_per_node`: of the cluster, for the checks; 0 devices: not checked. `silent_s`: a worker without a
-    heartbeat for so long is declared dead, and its process ends when it notices. `state`: where the PrimeMaster
-    keeps its journal: a folder or `file://` URL, or `etcd://...`; empty: a folder of the backend's own.
+    `nodes`, `devices_per_node`: the size of the cluster, for the checks; 0 devices: not checked. `device`: the kind of
+    its devices. `collocations`: see `Collocation`. `apart`: sets of roles; no two workers of a set share a node.
+    `job_restarts`, `preemptions`, `node_failures`, `window_s`, `ready_s`: see `RoleBudgets`. `silent_s`: a worker
+    without a heartbeat for this many seconds is declared dead; its process ends at its next request. `state`: where
+    the PrimeMaster keeps its journal: a folder, a `file://` URL, or `etcd://...`; empty: a folder of the backend.
     """
 
     name: str
@@ -99,10 +105,10 @@ class JobSpec(SpecPart, frozen=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> JobSpec:
-        """The job that `to_json` wrote, or a person did.
+        """The job that is described by `text`, which `to_json` wrote or a user did.
 
         Raises:
-            JobSpecError: it is no such JSON, or describes a job that cannot run.
+            JobSpecError: the text is not valid, or the job cannot run as described.
         """
         try:
             spec = msgspec.json.decode(text, type=cls)
@@ -111,24 +117,24 @@ class JobSpec(SpecPart, frozen=True):
         return spec.checked()
 
     def checked(self) -> JobSpec:
-        """This job. Raises JobSpecError with all that is wrong with it."""
+        """This job itself. Raises JobSpecError, which lists all problems, if it cannot run as described."""
         if problems := find_problems(self):
             raise JobSpecError(self.name, problems)
         return self
 
     def role(self, name: str) -> RoleSpec:
-        """The role `name`. Raises JobSpecError."""
+        """The role `name`. Raises JobSpecError if there is none."""
         for one in self.roles:
             if one.name == name:
                 return one
         raise JobSpecError(self.name, [f"there is no role {name!r}: it has {[one.name for one in self.roles]}"])
 
     def plan(self) -> placement.PlacementPlan:
-        """Where each worker goes, relative to the others. Raises JobSpecError."""
+        """Which workers share a node. Raises JobSpecError, as `checked` does."""
         return placement.planned(self.checked())
 
     def rules(self) -> tuple[RoleRules, ...]:
-        """What the master needs to know of the roles."""
+        """The part of the roles that is sent to the master."""
         return tuple(
             RoleRules(
                 one.name,
@@ -153,7 +159,7 @@ class JobSpec(SpecPart, frozen=True):
 
 
 def find_problems(spec: JobSpec) -> list[str]:
-    """All that is wrong with a job, each as a sentence that names the role."""
+    """All problems of a job, as sentences. Whether the workers fit the nodes is only checked if there are no others."""
     found = list[str]()
     if not _NAME.fullmatch(spec.name):
         found.append(f"the job's name is {spec.name!r}: use {_NAME_RULE}")
@@ -162,7 +168,9 @@ def find_problems(spec: JobSpec) -> list[str]:
     elif not any(one.driver for one in spec.roles):
         found.append("no role is a driver, so the job would never end: leave out not_driver() for one of them")
     if spec.nodes < 1 or spec.devices_per_node < 0:
-        found.append(f"{spec.nodes} nodes with {spec.devices_per_node} devices each cannot be")
+        found.append(
+            f"{spec.nodes} nodes with {spec.devices_per_node} devices each: give at least 1 node and 0 devices or more"
+        )
     budgets = {"job": spec.job_restarts, "preemption": spec.preemptions, "node": spec.node_failures}
     found += [f"restarts({name}={count}): give 0 or more, or -1" for name, count in budgets.items() if count < -1]
     if not 6 <= spec.silent_s < math.inf:
@@ -196,7 +204,7 @@ def _role_problems(role: RoleSpec, spec: JobSpec) -> list[str]:
     if role.per_group < 1 or role.workers % role.per_group:
         found.append(f"per_group({role.per_group}) does not divide {role.workers} workers")
     if role.on_failure == "rejoin" and not role.trains:
-        found.append("on_failure='rejoin' is for roles with train(): the workers of others have nothing to join")
+        found.append("on_failure='rejoin' is for roles with train(): only these have a process group to join")
     if min(role.worker_restarts, role.role_restarts) < UNLIMITED:
         found.append("restarts(): give 0 or more, or -1 for no limit")
     return found + _resource_problems(role, spec)
@@ -216,7 +224,7 @@ def _resource_problems(role: RoleSpec, spec: JobSpec) -> list[str]:
 
 
 def _places(spec: JobSpec) -> list[str]:
-    """What is wrong with collocations and with roles that are to stay apart."""
+    """Problems of collocations, and of roles whose workers must not share a node."""
     roles, found, seen = {one.name: one for one in spec.roles}, list[str](), set[str]()
     for one in spec.collocations:
         unknown = [name for name in one.roles if name not in roles]
@@ -229,12 +237,12 @@ def _places(spec: JobSpec) -> list[str]:
             continue
         groups = {name: roles[name].workers // max(1, roles[name].per_group) for name in one.roles}
         if len(set(groups.values())) > 1:
-            found.append(f"collocate(): the roles need as many groups of workers each, not {groups}")
+            found.append(f"collocate(): each of the roles needs as many groups of workers as the others, not {groups}")
         if one.share and set(one.share) != set(one.roles):
             found.append(f"collocate(share=): name each of the roles {list(one.roles)}, not {list(one.share)}")
         total = sum(one.share.values())
         if one.share and (min(one.share.values()) <= 0 or total > 1 + 1e-9):
-            found.append(f"collocate(share=): parts above 0 of one device, together at most 1, not {total:g}")
+            found.append(f"collocate(share=): give parts above 0 of one device, together at most 1, not {total:g}")
     for group in spec.apart:
         found += [f"spread(): there is no role {name!r}" for name in group if name not in roles]
         found += [f"spread(): role {name!r} is collocated" for name in group if name in seen]

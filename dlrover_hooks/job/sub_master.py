@@ -1,6 +1,6 @@
-"""The SubMaster of a role: keeps its processes equal to what the master lists, and reports how they end.
+"""The SubMaster of a role starts and ends processes until they match the list of the master, and reports their ends.
 
-It has no state of its own. When it is started again it reads the list, finds the processes that run, and goes on.
+It has no persistent state. When it is started again, it reads the list and finds the running processes.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ log = logging.getLogger("dlrover_hooks.job")
 
 _POLL_S, _AGAIN_S = 20.0, 0.2
 _OTHERS_S = 0.5
-"""After an exception in a worker of a process group, wait so long for the end of another one that may have caused it:
-gloo raises within 0.13 s at all ranks that have destroyed their groups."""
+"""After an exception in a worker of a process group, wait this long for the end of another worker that may have caused
+it. Measured: gloo raises within 0.13 s at all ranks that have destroyed their groups."""
 _WAIT_S = 1.0
-"""Between two attempts to start a process whose place is not there yet."""
+"""Seconds between two attempts to start a process for which there is no room yet."""
 
 
 def reaper(job: str, role: str) -> str:
-    """The incarnation under which the SubMasters of a role report the ends of its workers to the role's rounds."""
+    """The incarnation with which all SubMasters of a role report the ends of its workers to the role's rounds."""
     return f"sub-master-{job}-{role}"
 
 
 def role_job(job: str, role: str) -> str:
-    """The name under which the hooks in the workers of a role know their job: datasets, rounds and checkpoints."""
+    """The job name that the hooks in the workers of a role use for datasets, rounds and checkpoints."""
     return f"{job}.{role}"
 
 
 class SubMaster:
-    """Runs in a process or an actor of its own; `run` returns when the job is over.
+    """Supervises the workers of one role, in a separate process or actor.
 
     Args:
         submission: the job.
-        role: its name.
-        url: of the HTTP master.
-        platform: of the role's workers.
+        role: name of the role.
+        url: URL of the HTTP master.
+        platform: starts, kills and watches the workers of the role.
     """
 
     def __init__(self, submission: Submission, role: str, url: str, platform: WorkerPlatform) -> None:
@@ -56,15 +56,15 @@ class SubMaster:
         self._plugins = JobPlugins(job, submission.plugin_names(), self._plugin_failed)
         self._told: queue.SimpleQueue[p.Roles | EndedWorker | None] = queue.SimpleQueue()
         self._seen = set[tuple[int, int]]()
-        """Lives that this SubMaster has started or seen running."""
+        """Ranks and lives that this SubMaster has started or seen running."""
         self._reaping = MasterClient(url, token, incarnation=reaper(job, role))
-        """Rounds know the SubMasters of a role as one: each sends on a channel of its own."""
+        """All SubMasters of a role share this incarnation, so each sends on a channel of its own."""
         self._reaped = set[str]()
-        """Incarnations of processes whose ends the role's round was told."""
+        """Incarnations of processes whose ends were reported to the role's round."""
         self._waiting = dict[tuple[int, int], float]()
-        """When the start of a life is to be tried again."""
+        """By rank and life: when its start is tried again."""
         self._more = dict[int, tuple[int, dict[str, str]]]()
-        """By rank: its newest life, and the variables that plug-ins have for it."""
+        """By rank: its newest life, and the variables that plug-ins set for it."""
         where = f"job {job}, role {role}"
         self._threads = [
             BackgroundThread("dlrover-hooks-roles", self._listen, where=where, on_error="warn", again_s=_AGAIN_S),
@@ -72,7 +72,7 @@ class SubMaster:
         ]
 
     def run(self) -> None:
-        """Work until the job is over."""
+        """Block until the job is over."""
         for thread in self._threads:
             thread.start()
         try:
@@ -97,7 +97,7 @@ class SubMaster:
             self._client.close()
 
     def _next(self) -> p.Roles | EndedWorker | None:
-        """The next news; None: a start is to be tried again."""
+        """The next change of the list or end of a worker; None: it is time to try a start again."""
         timeout_s = None if not self._waiting else max(0.0, min(self._waiting.values()) - time.monotonic())
         try:
             return self._told.get(timeout=timeout_s)
@@ -107,8 +107,8 @@ class SubMaster:
     # ---- one worker --------------------------------------------------------------------------------------------------
 
     def _end_former(self, table: p.Roles) -> None:
-        """Kill the processes whose ranks are to have other ones, all of them before one of those is started: else a
-        new one could form a round with one that is about to be killed."""
+        """Kill all processes of former lives before a new one is started: otherwise a new process could form a round
+        with one that is about to be killed."""
         lives = self._platform.lives()
         for worker in table.workers:
             if 0 < lives.get(worker.rank, 0) < worker.life:
@@ -117,9 +117,9 @@ class SubMaster:
                 self._exited(worker.former)
 
     def _keep(self, worker: p.RoleWorker, runs: int | None, avoid: tuple[str, ...]) -> None:
-        """Make what runs equal to what is listed. A list may be old: the master refuses what is too late.
+        """Start a worker or report its end, if its process does not match the list.
 
-        `runs`: the life that runs now, if one does.
+        The list may be out of date: the master refuses what no longer applies. `runs`: the life that runs now, if any.
         """
         place = (worker.rank, worker.life)
         if worker.state is p.WorkerState.DONE or (runs is not None and runs > worker.life):
@@ -127,7 +127,7 @@ class SubMaster:
         if runs == worker.life:
             self._seen.add(place)
         elif worker.state is p.WorkerState.RUNNING or place in self._seen:
-            if place not in self._seen:  # it ended while no SubMaster was there; else `ended` tells
+            if place not in self._seen:  # it ended while no SubMaster ran; otherwise `ended` reports it
                 self._seen.add(place)
                 self._report_all(self._platform.outcome(*place))
         elif self._waiting.get(place, 0.0) <= time.monotonic():
@@ -138,7 +138,7 @@ class SubMaster:
         self._waiting = {one: at for one, at in self._waiting.items() if one[0] != worker.rank}
         try:
             missing = self._platform.start(worker, avoid, self._variables(worker))
-        except Exception as error:  # of the platform: the master shows it, and ends the job if it lasts
+        except Exception as error:  # the master shows it as the reason of the wait, and counts a failure if it lasts
             log.exception("job %s: %s %d could not be started", self._job, self._role, worker.rank)
             missing = f"{type(error).__name__}: {error}"
         if not missing:
@@ -149,7 +149,7 @@ class SubMaster:
             self._tell(p.WorkerWaits(self._job, self._client.incarnation, self._role, *place, missing))
 
     def _variables(self, worker: p.RoleWorker) -> dict[str, str]:
-        """Of the plug-ins. They are asked once for each life, although its start may be tried each second."""
+        """Variables that plug-ins set. Each life asks them once, although its start may be tried every second."""
         if self._more.get(worker.rank, (0, {}))[0] != worker.life:
             self._more[worker.rank] = worker.life, self._plugins.environment(self._spec, self._role, worker.rank)
         return self._more[worker.rank][1]
@@ -157,7 +157,7 @@ class SubMaster:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _report_all(self, first: EndedWorker) -> None:
-        """Report an end, and those that came with it, the causes first."""
+        """Report an end. In a process group, wait for ends that may have caused it, and report those first."""
         ends, rest = [first], list[p.Roles | None]()
         if self._trains and first.cause is p.WorkerCause.RAISED:
             deadline = time.monotonic() + _OTHERS_S
@@ -182,7 +182,7 @@ class SubMaster:
         )
 
     def _broke_round(self, end: EndedWorker) -> bool:
-        """Have the role's round end at once. True if all its other workers recover in their processes."""
+        """End the role's round at once. True if all its other workers can recover in their processes."""
         name, incarnation = role_job(self._job, self._role), self._incarnation_of(end)
         if incarnation:
             self._exited(incarnation)
@@ -194,7 +194,7 @@ class SubMaster:
         return bool(others) and all(one.recovers for one in others)
 
     def _exited(self, incarnation: str) -> None:
-        """The role's round is told that a process is gone. Once for each is enough."""
+        """Report to the role's round, once, that a process has ended."""
         if incarnation in self._reaped:
             return
         self._reaped.add(incarnation)
@@ -202,7 +202,7 @@ class SubMaster:
         exited = p.Exited(role_job(self._job, self._role), own, incarnation, -9, newcomer=True)
         try:
             self._reaping.call(exited, channel=self._client.incarnation)
-        except MasterError as error:  # it belongs to no round, or to none any more
+        except MasterError as error:  # the process is not a member of a round
             log.debug("job %s, role %s: the end of %s: %s", self._job, self._role, incarnation, error.message)
 
     def _incarnation_of(self, end: EndedWorker) -> str:
@@ -214,7 +214,7 @@ class SubMaster:
         self._tell(p.PluginFailed(self._job, self._client.incarnation, *failure))
 
     def _tell(self, event: p.Message) -> None:
-        """Send until the master answers: what it does not know it cannot replace."""
+        """Send until the master answers: without this report it would not replace the worker."""
         key = self._client.key("sub-master")
         while True:
             try:
@@ -248,5 +248,5 @@ class SubMaster:
 
 
 def client_of(url: str, token: str) -> MasterClient:
-    """A client of a job's HTTP master, for one process of the job."""
+    """A client of a job's HTTP master, with a new incarnation."""
     return MasterClient(url, token, incarnation=uuid.uuid4().hex)

@@ -24,17 +24,19 @@ def submit(
 
     Args:
         spec: the job.
-        job_name: another name than that of the spec.
-        backend: "local" (processes of this machine) or "ray" (actors).
-        wait: return the exit code at the end (0 done, 1 failed, 130 stopped). Ctrl-C stops the job. False: return a
-            `JobHandle` once the job has begun.
-        options: of the backend: `address` of the Ray cluster.
+        job_name: replaces the name in `spec`.
+        backend: "local" (processes on this machine) or "ray" (actors).
+        wait: True: wait for the end and return the exit code (0 done, 1 failed, 130 stopped). Ctrl-C then stops the
+            job, and KeyboardInterrupt is raised. False: return a `JobHandle` once the job has begun.
+        options: options of the backend. Only "ray" has one: `address` of the cluster.
 
     Raises:
         JobSpecError: the job cannot run as described.
-        UsageError: there is no such backend or option, or no plug-in that DLROVER_HOOKS_PLUGINS names.
+        UsageError: there is no such backend, or DLROVER_HOOKS_PLUGINS names a plug-in that is not installed.
+        TypeError: the backend has no such option.
         MissingExtra: Ray is not installed.
-        Conflict: a job of this name runs already.
+        Conflict: a job of this name already runs on the Ray cluster.
+        LaunchError: the job could not be started, or a job of this name already runs on this machine.
     """
     if backend not in _BACKENDS:
         raise UsageError(f"backend={backend!r}: there are {' and '.join(repr(one) for one in _BACKENDS)}")

@@ -1,8 +1,8 @@
-"""What the function of a role sees: its place in the job, and the workers of other roles.
+"""`current_worker` tells the function of a role which worker it runs in, and lets it call workers of other roles.
 
 worker = current_worker()
 answers = worker.role("rollout").shard("generate", prompts)     # each rollout worker answers its part
-worker.serve(generate=generate)                                 # the other side; until the job is over
+worker.serve(generate=generate)                                 # in a rollout worker: blocks until the job is over
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from typing import Any, Protocol
 from dlrover_hooks.errors import CallFailed, UsageError
 
 CALL_S = 300.0
-"""Default timeout of a call, a restart of the called worker included."""
+"""Default timeout of a call in seconds, including a restart of the called worker."""
 _WAIT_S = 20.0
-"""A blocking operation on a queue is split into calls of this length, so that a dead worker is noticed."""
+"""A blocking operation on a queue is split into calls of at most this many seconds, to notice a dead worker."""
 
 
 class CallTransport(Protocol):
-    """How calls reach a worker. Any thread."""
+    """Sends calls to workers. Any thread."""
 
     def call(self, role: str, rank: int, function: str, arguments: list[Any], timeout_s: float) -> Any:
-        """The result; sent again after a restart of the worker, so the function may run more than once.
+        """Call a function of a worker and return its result.
 
-        Raises CallFailed: the function raised, or there was no answer within `timeout_s`.
+        The call is sent again after a restart of the worker, so the function may run more than once.
+
+        Raises CallFailed: the function raised, or there was no answer within `timeout_s` seconds.
         """
         ...
 
 
 class RoleHandle:
-    """The workers of a role. Calls go to the current process of a worker: if it dies, to the one that follows it.
+    """The workers of a role, for calls from other workers.
 
-    A call whose process dies before its answer is sent again, so a function may run twice for one call: let it depend
-    on its arguments only, or let it recognise a request that it has seen.
+    A call goes to the current process of a worker. If that process dies before it answers, the call is sent to the
+    next process, so a function may run twice for one call. Let its result depend on the arguments only, or let it
+    recognise repeated requests. Any thread.
     """
 
     def __init__(self, name: str, workers: int, transport: CallTransport) -> None:
@@ -45,10 +48,17 @@ class RoleHandle:
         self._transport, self._next = transport, 0
 
     def call(self, function: str, *arguments: Any, rank: int | None = None, timeout_s: float = CALL_S) -> Any:
-        """The result of one worker: of `rank`, or of one after the other.
+        """Call a function of one worker and return its result.
+
+        Args:
+            function: the name under which the worker exports it.
+            arguments: see `dlrover_hooks.job.call_codec` for the types that can be sent.
+            rank: which worker; None: the next one in turn.
+            timeout_s: seconds, including a restart of the worker.
 
         Raises:
-            CallFailed: the function raised there, or there was no answer in time.
+            CallFailed: the function raised, or there was no answer in time.
+            UsageError: there is no such rank, or an argument cannot be sent.
         """
         if rank is None:
             rank, self._next = self._next % self.workers, self._next + 1
@@ -57,13 +67,14 @@ class RoleHandle:
         return self._transport.call(self.name, rank, function, list(arguments), timeout_s)
 
     def broadcast(self, function: str, *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
-        """The results of all workers, by rank. Raises CallFailed."""
+        """Call a function of all workers in parallel and return the results by rank. Raises as `call` does."""
         return self._all([(function, list(arguments))] * self.workers, timeout_s)
 
     def shard(self, function: str, items: Sequence[Any], *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
-        """`function(part, *arguments)` of each worker with an equal part of `items`; the results, joined in order.
+        """Call `function(part, *arguments)` of each worker with a part of `items` and return the joined results.
 
-        The function returns one result for each item. Raises CallFailed.
+        Parts are consecutive, and their sizes differ by at most 1. The function must return one result for each item.
+        Raises as `call` does, and CallFailed for a wrong number of results.
         """
         size, more = divmod(len(items), self.workers)
         bounds = [rank * size + min(rank, more) for rank in range(self.workers + 1)]
@@ -75,7 +86,7 @@ class RoleHandle:
         return joined
 
     def queue(self, name: str, rank: int = 0) -> RemoteQueue:
-        """The queue `name` of worker `rank`, see `WorkerContext.queue`."""
+        """The queue that worker `rank` opened with `WorkerContext.queue(name)`."""
         return RemoteQueue(self, name, rank)
 
     def _all(self, calls: list[tuple[str, list[Any]]], timeout_s: float) -> list[Any]:
@@ -88,21 +99,21 @@ class RoleHandle:
 
 
 class RemoteQueue:
-    """A bounded queue in a worker of another role. It is lost with that worker's process, and begins empty again.
+    """A bounded queue in a worker of another role. If that worker's process ends, its items are lost.
 
-    A `put` whose answer is lost with the process is sent again. A `get` takes an item out before it is answered: if
-    the caller dies then, the item is lost with it.
+    If the process dies before it answers a `put`, the item is sent again to the next process. A `get` removes the item
+    before it answers: if the caller dies at that moment, the item is lost.
     """
 
     def __init__(self, role: RoleHandle, name: str, rank: int) -> None:
         self._role, self._name, self._rank = role, name, rank
 
     def put(self, item: Any, timeout_s: float = CALL_S) -> None:
-        """Wait for room and put `item` in. Raises CallFailed if there is no room in time."""
+        """Wait for room and append `item`. Raises CallFailed if there is no room within `timeout_s` seconds."""
         self._until("queue_put", timeout_s, item)
 
     def get(self, timeout_s: float = CALL_S) -> Any:
-        """Wait for an item and take it out. Raises CallFailed if there is none in time."""
+        """Wait for an item, remove and return it. Raises CallFailed if there is none within `timeout_s` seconds."""
         return self._until("queue_get", timeout_s)
 
     def __len__(self) -> int:
@@ -125,13 +136,15 @@ class RemoteQueue:
 
 
 class WorkerContext:
-    """This worker of a role.
+    """The worker that runs in this process. Any thread.
 
     Attributes:
-        job, role, rank: where it is. `rank` is of the role; RANK of a process group may differ after a recovery.
-        workers: of the role.
-        life: the number of this process; larger than that of the process before it with this rank.
-        config: of the job.
+        job: name of the job.
+        role_name: name of its role.
+        rank: rank in the role. RANK of a process group may differ from it after a recovery.
+        workers: number of workers of the role.
+        life: number of this process; larger than that of any earlier process with this rank.
+        config: settings of the job, see `DLJobBuilder.config`.
     """
 
     def __init__(
@@ -161,17 +174,20 @@ class WorkerContext:
 
     @property
     def restarted(self) -> bool:
-        """Another process had this rank before."""
+        """Whether this rank had an earlier life since the job was submitted."""
         return not self.first
 
     def role(self, name: str) -> RoleHandle:
-        """The workers of a role. Raises UsageError."""
+        """The workers of a role. Raises UsageError if the job has no such role."""
         if name not in self._sizes:
             raise UsageError(f"job {self.job!r} has no role {name!r}: it has {sorted(self._sizes)}")
         return RoleHandle(name, self._sizes[name], self._transport)
 
     def export(self, **functions: Callable[..., Any]) -> None:
-        """Other roles may call these functions from now on, each call on a thread of its own."""
+        """Let other workers call these functions by name. Calls run on other threads, several at the same time.
+
+        Raises UsageError for the names that queues use: `queue_put`, `queue_get` and `queue_size`.
+        """
         if reserved := _OF_QUEUES & functions.keys():
             raise UsageError(f"export(): {sorted(reserved)} are functions of the queues", hint="Give another name.")
         with self._changed:
@@ -179,12 +195,15 @@ class WorkerContext:
             self._changed.notify_all()
 
     def serve(self, **functions: Callable[..., Any]) -> None:
-        """`export`, then wait until the job is over; this process is then ended."""
+        """`export` the functions, then block until the job is over. Raises as `export` does."""
         self.export(**functions)
         self._over.wait()
 
     def queue(self, name: str, size: int = 64) -> queue.Queue[Any]:
-        """A bounded queue in this worker, which other roles reach by `role(...).queue(name)`."""
+        """Open a queue of at most `size` items in this worker, or return the one that it opened with this name.
+
+        Other workers use it by `role(...).queue(name)`. Raises UsageError for a size below 1.
+        """
         if size < 1:
             raise UsageError(f"queue({name!r}, size={size}): a queue holds 1 item at least")
         with self._changed:
@@ -195,9 +214,9 @@ class WorkerContext:
     # ---- calls of other workers -------------------------------------------------------------------------------------
 
     def answer(self, function: str, arguments: list[Any], within_s: float) -> Any:
-        """Carry out a call of another worker. `within_s`: wait so long for a function that is not exported yet.
+        """Run a call of another worker. `within_s`: how long to wait for a function that is not exported yet.
 
-        Raises CallFailed, and what the function raises.
+        Raises CallFailed if it is not exported in time, and what the function raises.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: function in self._functions, within_s):
@@ -232,7 +251,7 @@ class WorkerContext:
         return found.qsize()
 
     def _queue(self, name: str, within_s: float) -> queue.Queue[Any] | None:
-        """None: it is not made `within_s`."""
+        """The queue; None: it was not opened within `within_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._queues, within_s)
             return self._queues.get(name)
@@ -243,11 +262,11 @@ _current: list[WorkerContext] = []
 
 
 def current_worker() -> WorkerContext:
-    """This process's place in its job. Raises UsageError outside of a job of several roles."""
+    """The worker that runs in this process. Raises UsageError outside a job of several roles."""
     if not _current:
         raise UsageError(
             "current_worker(): this process is no worker of a job of several roles",
-            hint="It is known in functions that a job runs: DLJobBuilder().role(NAME).run(ENTRY).",
+            hint="Call it only in a function that a job runs: DLJobBuilder().role(NAME).run(ENTRY).",
         )
     return _current[-1]
 

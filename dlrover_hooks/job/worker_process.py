@@ -1,6 +1,7 @@
-"""One worker of a role, in its process: registers, keeps its lease, joins its role's round, and runs the function.
+"""The process of a worker: it registers, sends heartbeats, joins its role's round, and runs the function of the role.
 
-The same on every platform, which provides the transport of calls and carries the outcome to the SubMaster.
+This is the same on every platform. The platform provides the transport for calls and passes the outcome to the
+SubMaster.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ log = logging.getLogger("dlrover_hooks.job")
 
 _BEAT_S = 2.0
 _AWAY_S = 120.0
-"""A master that has not answered for so long is gone for good."""
+"""A worker ends if the master has not answered for this many seconds."""
 _LOOK_S = 0.1
 _KEEPER_S = "60"
-"""A keeper of checkpoints waits so long for the next process of its worker."""
+"""How many seconds a keeper of checkpoints waits for the next process of its worker."""
 
 
 class WorkerPlace(msgspec.Struct, frozen=True):
-    """Which worker a process is, and how it reaches the master. `node`: name of the machine, `host`: its address."""
+    """Which worker a process runs, and the URL and token of its master. `node`, `host`: name and address of its
+    machine."""
 
     job: str
     role: str
@@ -55,18 +57,19 @@ class WorkerPlace(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How the function of a worker ended. `cause` None: it returned."""
+    """How the function of a worker ended. `cause` None: the function returned."""
 
     cause: p.WorkerCause | None = None
     detail: str = ""
 
 
 class Worker:
-    """Use `register` first, then `run`.
+    """Call `register`, then `run`, then `leave`. The constructor raises MasterAway and MasterError.
 
     Args:
-        place: which one it is.
-        ended: called when this process must end at once: its place was given to another one, or the job is over.
+        place: which worker this process runs.
+        ended: called on any thread, with an exit code, when this process must end at once: another process has its
+            rank, the job is over, or no master has answered for 120 s.
     """
 
     def __init__(self, place: WorkerPlace, ended: Callable[[int], None]) -> None:
@@ -82,12 +85,18 @@ class Worker:
         self._role = self._spec.role(place.role)
         self.context: WorkerContext | None = None
         self._first = True
-        """No process had this rank before."""
+        """This rank had no earlier life since the job was submitted."""
 
     def register(self, address: str, transport: CallTransport) -> WorkerContext:
-        """From now on the master knows this process. Raises MasterError (Stale) if its place was given to another one.
+        """Register this process with the master, and begin to send heartbeats.
 
-        `address`: of its server of calls.
+        Args:
+            address: address at which this process serves calls.
+            transport: sends calls to other workers.
+
+        Raises:
+            MasterError: `Stale` if another process has this rank, or the job is over.
+            MasterAway: the master did not answer.
         """
         place = self.place
         sizes = {one.name: one.workers for one in self._spec.roles}
@@ -105,7 +114,7 @@ class Worker:
         return self.context
 
     def run(self) -> Outcome:
-        """Run the function of the role; blocks until it returns."""
+        """Run the function of the role on this thread, and return how it ended. Does not raise what it raises."""
         assert self.context is not None
         enter(self.context)
         settings.change_environment(self._environment())
@@ -131,7 +140,7 @@ class Worker:
         return Outcome()
 
     def leave(self) -> None:
-        """The function is over: from now on the master takes silence for no death. The process may end slowly."""
+        """Stop the heartbeats and tell the master, so that it does not declare this process dead while it ends."""
         self._beats.stopping.set()
         with contextlib.suppress(HooksError):
             left = p.Leave(self.place.job, self._client.incarnation, p.Departure.STOPPED)
@@ -152,15 +161,15 @@ class Worker:
         }  # fmt: skip
 
     def _seat(self) -> dict[str, str]:
-        """Join the role's round, and wait for the others. Raises JobFinished, MasterAway, MasterError.
+        """Join the role's round, wait for the other workers, and return the variables of the process group.
 
-        torch is imported before, as the others wait for this worker from its join on. The module of the role is not: it
-        may read RANK.
+        torch is imported first, because the others wait for this worker once it has joined. The module of the role is
+        imported only afterwards, because it may read RANK. Raises JobFinished, MasterAway, MasterError.
         """
         if importlib.util.find_spec("torch") is not None:
             importlib.import_module("torch")
         own, role = self._client.incarnation, self._role
-        # Those of torchrun, too: without a TORCHELASTIC_RUN_ID Lightning picks an environment that keeps its rank.
+        # Also those of torchrun: without TORCHELASTIC_RUN_ID Lightning picks an environment that keeps its first rank.
         settings.change_environment(
             {
                 "DLROVER_HOOKS_INCARNATION": own,
@@ -184,11 +193,11 @@ class Worker:
         if self.over.is_set():
             raise JobFinished(f"job {self.place.job} is over")
 
-    # ---- signs of life -----------------------------------------------------------------------------------------------
+    # ---- heartbeats --------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         request, heard = p.Heartbeat(self.place.job, self._client.incarnation), time.monotonic()
-        while not self._beats.stopping.is_set():  # the first one at once: it begins the lease
+        while not self._beats.stopping.is_set():  # the first heartbeat begins the lease, so it is sent at once
             try:
                 self._client.call(request, timeout_s=_BEAT_S)
                 heard = time.monotonic()
@@ -215,17 +224,18 @@ class Worker:
 
 
 def _headline(error: BaseException) -> str:
-    """Type and first line."""
+    """Type of the exception and first line of its message."""
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
 class ResolvedCalls:
-    """A `CallTransport`: looks up where a worker is, and sends again after its restart.
+    """A `CallTransport` that asks the master for the address of a worker, and sends a call again after its restart.
 
     Args:
-        job: its name.
-        client: of the master.
-        send: calls a function of the worker at an address; raises OSError if that process is gone.
+        job: name of the job.
+        client: client of the master.
+        send: calls a function of the worker at an address, with a timeout in seconds; raises OSError if that process
+            has ended, TimeoutError, and CallFailed.
     """
 
     def __init__(self, job: str, client: MasterClient, send: Callable[[str, str, list[Any], float], Any]) -> None:

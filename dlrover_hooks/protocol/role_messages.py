@@ -1,8 +1,8 @@
-"""A job of several roles: which workers each role is to have, and what became of them.
+"""Messages about jobs of several roles: which workers each role must have, and how they ended.
 
-A worker is named by its role, its rank in the role, and its life: the number of the process that holds this rank. The
-master counts the lives. It starts a new one before the old process is killed, so whatever the old process still sends
-is refused, and the end of one process is counted once.
+A worker is identified by its role, its rank in the role, and its life: the number of the process that holds this rank.
+The master increases the number before the old process is killed. It refuses requests with an old number, and counts
+the end of each life once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 from dlrover_hooks.protocol.base_messages import Count, Message, Passed, Rank, Seconds
 
 UNLIMITED = -1
-"""A budget that is never used up."""
+"""A budget without a limit."""
 Budget = Annotated[int, msgspec.Meta(ge=UNLIMITED, le=1 << 31)]
-"""How often something may happen within the window of the job; or `UNLIMITED`."""
+"""How often something may happen within `RoleBudgets.window_s`; or `UNLIMITED`."""
 
 
 class FailurePolicy(enum.Enum):
-    """What follows when a worker of a role ends before it is done.
+    """What the master does when a worker of a role ends before it is done.
 
-    REPLACE: a new process takes its rank; the other workers are not informed. REJOIN: the same, and the other workers
-    form a new round with it in their processes, if all of them can; else as ROLE. ROLE: all workers of the role are
-    started again. JOB: all workers of the job are. FAIL: the job ends.
+    REPLACE: a new process takes its rank; the other workers are not informed. REJOIN: a new process takes its rank,
+    and the other workers keep their processes and form a new round with it, if all of them can; otherwise as ROLE.
+    ROLE: all workers of the role are started again. JOB: all workers of the job are started again. FAIL: the job fails.
     """
 
     REPLACE = "replace"
@@ -38,9 +38,10 @@ class FailurePolicy(enum.Enum):
 class WorkerCause(enum.Enum):
     """Why a worker ended before it was done.
 
-    RAISED: its function raised an exception. KILLED: its process ended. SILENT: it sent no heartbeats. NODE_LOST: its
-    node is gone. PREEMPTED: its place was needed. NEVER_STARTED: it could not be started in time. WRONG_SETTING: a user
-    has to correct something, so the job ends whatever the policy is.
+    RAISED: its function raised an exception or exited with another code than 0 and 75. KILLED: its process ended.
+    SILENT: it missed its heartbeats. NODE_LOST: its node was lost. PREEMPTED: it exited with code 75. NEVER_STARTED: it
+    did not register within `RoleBudgets.ready_s`. WRONG_SETTING: the user must correct something, so the job fails
+    whatever the policy is.
     """
 
     RAISED = "raised"
@@ -53,7 +54,7 @@ class WorkerCause(enum.Enum):
 
 
 class WorkerState(enum.Enum):
-    """INITIAL: to be started. RUNNING: its process has registered. DONE: its function returned."""
+    """INITIAL: its process has not registered yet. RUNNING: its process has registered. DONE: its function returned."""
 
     INITIAL = "initial"
     RUNNING = "running"
@@ -61,7 +62,8 @@ class WorkerState(enum.Enum):
 
 
 class JobPhase(enum.Enum):
-    """RUNNING; DONE: all workers of the driver roles are done; FAILED: it was given up; STOPPED: by a user."""
+    """RUNNING: not over. DONE: all workers of the driver roles are done. FAILED: ended by a failure. STOPPED: ended by
+    a user."""
 
     RUNNING = "running"
     DONE = "done"
@@ -70,11 +72,11 @@ class JobPhase(enum.Enum):
 
 
 class RoleRules(Message, frozen=True):
-    """What the master needs to know of a role.
+    """One role of a job, for the master.
 
-    `driver`: the job is done once all workers of all driver roles are. `worker_restarts`: how many of its workers may
-    end before they are done within the window of the job. `role_restarts`: how often all its workers may be started
-    again within it. Both may be `UNLIMITED`.
+    `driver`: the job is done once all workers of all driver roles are done. `worker_restarts`: how many workers of the
+    role may end before they are done. `role_restarts`: how often all its workers may be started again by the policy
+    ROLE. Both count within `RoleBudgets.window_s`, and both may be `UNLIMITED`.
     """
 
     name: str
@@ -86,12 +88,12 @@ class RoleRules(Message, frozen=True):
 
 
 class RoleBudgets(Message, frozen=True):
-    """Of the whole job; each may be `UNLIMITED`. Failures older than `window_s` do not count.
+    """Budgets of an entire job; each may be `UNLIMITED`. Failures older than `window_s` seconds do not count.
 
-    `job_restarts`: how often all workers may be started again. `preemptions`: how many workers may be preempted; they
-    count in no other budget. `node_failures`: a node where more workers failed is reported to the plug-ins, and where
-    the platform allows it no worker is started there any more. `ready_s`: a worker must register within so many seconds
-    from when it is to be started.
+    `job_restarts`: how often all workers may be started again by the policy JOB. `preemptions`: how many workers may be
+    preempted; they do not count in `worker_restarts` or `node_failures`. `node_failures`: if more workers fail on a
+    node, the node is reported to plug-ins, and workers are started on other nodes if possible. `ready_s`: how many
+    seconds a worker may take to register, counted from the beginning of its life.
     """
 
     job_restarts: Budget = 3
@@ -102,8 +104,8 @@ class RoleBudgets(Message, frozen=True):
 
 
 class RolePlugin(Message, frozen=True):
-    """A plug-in that the job uses. `functions`: those that it has, by name. `failures`: how often one of them failed;
-    `problem`: how the last time.
+    """A plug-in of the job. `functions`: the names of its functions. `failures`: how often one of them failed.
+    `problem`: the last failure.
     """
 
     name: str
@@ -113,12 +115,12 @@ class RolePlugin(Message, frozen=True):
 
 
 class StartRoles(Message, frozen=True):
-    """Start a job of several roles. Sent again with the same `submission` it changes nothing; with one that another one
-    has followed, it is refused (Stale).
+    """Start a job of several roles.
 
-    `takes_over`: it is the only one that uses this master, so a job that runs by the journal has lost its masters.
-    `spec`: the job as its backend needs it, as JSON; the master only keeps it. A job that is over is started again by
-    another submission; one that runs refuses it (Conflict).
+    With the current `submission` it changes nothing; with an earlier one it is refused (Stale). A new submission is
+    refused (Conflict) while the job runs, unless `takes_over` is set: then the sender is the only user of this master,
+    so a job that still runs according to the journal has lost its masters and is replaced. `spec`: the job as JSON,
+    stored for its backend and not read by the master.
     """
 
     job: str
@@ -132,9 +134,9 @@ class StartRoles(Message, frozen=True):
 
 
 class RegisterWorker(Message, frozen=True):
-    """The process of a worker is up. From now on it sends `Heartbeat`, and holds its `Watch` open.
+    """Register the process of a worker. It then sends `Heartbeat`, and keeps a connection for `Watch` open.
 
-    Refused (Stale) if `life` is not the current one of this rank: then the process ends.
+    Refused (Stale) if `life` is not the current one of this rank; the process then ends.
     """
 
     job: str
@@ -145,14 +147,14 @@ class RegisterWorker(Message, frozen=True):
     node: str
     pid: Count = 0
     address: str = ""
-    """Where calls of other roles reach it."""
+    """Where it serves calls of other workers."""
 
 
 class WorkerEnded(Message, frozen=True):
-    """The process of life `life` has ended or will do nothing more. `cause` None: it is done.
+    """The process or the function of a worker has ended. `cause` None: the worker is done.
 
-    Sent by the SubMaster. Ignored for any life but the current one, and for one that was done. `recovers`: the other
-    workers of the role recover in their processes. `policy`: what a plug-in wants to follow; None: as the role says.
+    Sent by its SubMaster. Ignored if `life` is not the current one, or is done. `recovers`: all other workers of the
+    role can recover in their processes. `policy`: the choice of a plug-in; None: that of the role.
     """
 
     job: str
@@ -167,7 +169,7 @@ class WorkerEnded(Message, frozen=True):
 
 
 class WorkerWaits(Message, frozen=True):
-    """The platform could not start a worker yet: `reason` says what is missing."""
+    """The platform could not start a worker yet. `reason`: what is missing."""
 
     job: str
     incarnation: str
@@ -178,7 +180,7 @@ class WorkerWaits(Message, frozen=True):
 
 
 class MasterRestarted(Message, frozen=True):
-    """A SubMaster (of `role`) or the PrimeMaster (`role` empty) was started again. It is only noted in the events."""
+    """The SubMaster of `role`, or the PrimeMaster (`role` empty), was started again. Only recorded as an event."""
 
     job: str
     incarnation: str
@@ -186,8 +188,8 @@ class MasterRestarted(Message, frozen=True):
 
 
 class PluginFailed(Message, frozen=True):
-    """A function of a plug-in raised an exception, did not return in time, or returned what it must not. It is noted in
-    the events and counted; nothing else follows.
+    """A function of a plug-in raised an exception, exceeded its timeout, or returned an invalid value. Only recorded as
+    an event, and counted.
     """
 
     job: str
@@ -198,7 +200,7 @@ class PluginFailed(Message, frozen=True):
 
 
 class NodesRelaunched(Message, frozen=True):
-    """A plug-in has replaced these nodes, or restarted them: their failures do not count any more."""
+    """A plug-in has replaced or restarted these nodes: their former failures no longer count."""
 
     job: str
     incarnation: str
@@ -206,7 +208,7 @@ class NodesRelaunched(Message, frozen=True):
 
 
 class RestartRole(Message, frozen=True):
-    """A user has all workers of a role started again. It counts in no budget."""
+    """Start all workers of a role again, for a user. It counts in no budget."""
 
     job: str
     incarnation: str
@@ -215,7 +217,7 @@ class RestartRole(Message, frozen=True):
 
 
 class StopRoles(Message, frozen=True):
-    """End the job before it is done. `failed`: it counts as failed, not as stopped."""
+    """End the job before it is done. `failed`: its phase becomes FAILED, not STOPPED."""
 
     job: str
     incarnation: str
@@ -224,8 +226,8 @@ class StopRoles(Message, frozen=True):
 
 
 class RoleWorker(Message, frozen=True):
-    """One worker. `reason`: why the life before it ended. `waits`: what its start waits for. `former`: the incarnation
-    of the process before this one.
+    """One worker. `reason`: why its previous life ended. `waits`: what its start waits for. `former`: the incarnation
+    of the previous process of this rank.
     """
 
     role: str
@@ -242,9 +244,9 @@ class RoleWorker(Message, frozen=True):
 
 
 class RoleEvent(Message, frozen=True):
-    """Something that happened, in order. `at`: seconds since the start of the job. `rank`, `life` -1: none.
+    """An event of the job. `at`: seconds since the start of the job. `rank`, `life`: -1 if it is about no worker.
 
-    `detail` depends on the platform, all else but `at` does not.
+    `at` and `detail` depend on the platform; the other fields do not.
     """
 
     at: Seconds
@@ -266,14 +268,15 @@ class RestartCount(Message, frozen=True):
 
 
 class ShowRoles(Message, frozen=True):
-    """`role`: only the workers of this one."""
+    """Get the state of a job of several roles. `role`: only the workers of this role; empty: everything."""
 
     job: str
     role: str = ""
 
 
 class AwaitRoles(Message, frozen=True):
-    """Long-poll until the workers have changed since `after`, or `timeout_s` passes: then the answer has no phase."""
+    """Wait until the state differs from that with number `after` (`Roles.number`). After `timeout_s` seconds without a
+    change the answer has no phase. `role`: as in `ShowRoles`."""
 
     job: str
     incarnation: str
@@ -283,7 +286,7 @@ class AwaitRoles(Message, frozen=True):
 
 
 class Roles(Message, frozen=True):
-    """A job of several roles, as it stands. `number` increases with every change."""
+    """The state of a job of several roles. `number` increases with every change."""
 
     number: Count = 0
     phase: JobPhase | None = None
@@ -296,7 +299,7 @@ class Roles(Message, frozen=True):
     avoid: tuple[str, ...] = ()
     """Nodes with too many failures."""
     events: tuple[RoleEvent, ...] = ()
-    """The newest ones; none in answers about one role."""
+    """The newest events; none in answers about one role."""
     dropped: Count = 0
-    """How many older ones are not listed any more."""
+    """How many older events are no longer listed."""
     plugins: tuple[RolePlugin, ...] = ()

@@ -196,17 +196,19 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="GET", path="/v1/jobs/{job}/tasks", request=ShowTasks, reply=Tasks, summary="All tasks, as they stand."
     ),
-    Route(method="POST", path="/v1/roles/start", request=StartRoles, reply=Roles, event=True, summary="Start roles."),
+    Route(method="POST", path="/v1/roles/start", request=StartRoles, reply=Roles, event=True, summary="Start a job."),
     Route(
         method="POST",
         path="/v1/roles/register",
         request=RegisterWorker,
         reply=RoleWorker,
         event=True,
-        summary="A worker of a role is up.",
+        summary="Register the process of a worker.",
     ),
-    Route(method="POST", path="/v1/roles/ended", request=WorkerEnded, reply=Done, event=True, summary="Its end."),
-    Route(method="POST", path="/v1/roles/waits", request=WorkerWaits, reply=Done, event=True, summary="No place yet."),
+    Route(
+        method="POST", path="/v1/roles/ended", request=WorkerEnded, reply=Done, event=True, summary="End of a worker"
+    ),
+    Route(method="POST", path="/v1/roles/waits", request=WorkerWaits, reply=Done, event=True, summary="Worker waits."),
     Route(
         method="POST",
         path="/v1/roles/master",
@@ -238,7 +240,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST", path="/v1/roles/await", request=AwaitRoles, reply=Roles, waits=True, summary="Wait for changes."
     ),
-    Route(method="GET", path="/v1/jobs/{job}/roles", request=ShowRoles, reply=Roles, summary="Roles, as they stand."),
+    Route(method="GET", path="/v1/jobs/{job}/roles", request=ShowRoles, reply=Roles, summary="Show a job of roles."),
     Route(
         method="POST",
         path="/v1/scaling/start",

@@ -1,6 +1,6 @@
 """Jobs of several roles as actors of Ray, and hooks for Ray Train.
 
-Entry points: `RayTrainHooks`, `submit` (for `JobSpec.submit(backend="ray")`), `attach`, `RayJob`.
+Entry points: `RayTrainHooks`, `submit` (called by `JobSpec.submit(backend="ray")`), `attach`, `RayJob`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The platforms of a job on Ray: SubMasters and workers are named, detached actors in placement groups.
+"""The platforms of a job on Ray. SubMasters and workers are named, detached actors; workers are in placement groups.
 
-Ray starts a PrimeMaster or SubMaster again by itself. A worker has another actor for each life: Ray never starts one
-again, so a process and a life are the same thing.
+Ray itself restarts the actors of masters. It does not restart the actor of a worker: each life of a worker is a new
+actor, so every life has exactly one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
 
 _TURN_S, _KILL_S = 0.5, 2.0
 _CALLS = 16
-"""Calls of other roles that a worker carries out at the same time."""
+"""How many calls of other workers a worker runs at the same time."""
 
 
 class RayWorkers:
@@ -36,8 +36,8 @@ class RayWorkers:
 
     Args:
         submission: the job.
-        role: its name.
-        worker_class: the class of the actors.
+        role: name of the role.
+        worker_class: class of the workers' actors.
     """
 
     def __init__(self, submission: Submission, role: str, worker_class: type) -> None:
@@ -45,9 +45,9 @@ class RayWorkers:
         self._slots = self._spec.plan().slots(self._spec)
         self._lock = threading.Lock()
         self._running = dict[Any, tuple[int, int]]()
-        """Rank and life by the reference of their outcome."""
+        """Rank and life, by the reference to the outcome."""
         self._told = set[tuple[int, int]]()
-        """Those whose ends were told."""
+        """Rank and life of the workers whose ends `ended` has returned."""
 
     def lives(self) -> dict[int, int]:
         """See `WorkerPlatform`."""
@@ -61,7 +61,7 @@ class RayWorkers:
             known = set(self._running.values())
         for place in known:
             found[place[0]] = max(place[1], found.get(place[0], 0))
-        for rank, life in found.items():  # those that a SubMaster before this one has started
+        for rank, life in found.items():  # workers that a former SubMaster has started
             if (rank, life) not in known:
                 with contextlib.suppress(ValueError):
                     self._follow(rank, life, cluster_state.actor(self._name(rank, life)))
@@ -70,8 +70,8 @@ class RayWorkers:
     def start(self, worker: RoleWorker, avoid: Collection[str], env: Mapping[str, str]) -> str:
         """See `WorkerPlatform`.
 
-        The place is the worker's bundle. Ray moves a bundle only once it has declared its node dead, which takes it 18
-        s or more; until then a worker whose node does not answer is started on another node, outside of its group.
+        The worker is placed in its bundle. Ray moves a bundle only after it has declared its node dead, which takes at
+        least 18 s. Until then a worker whose node does not answer is started on another node, outside its group.
         """
         role, slot = self._spec.role(self._role), self._slots[self._role, worker.rank]
         group = cluster_state.group_named(group_name(self._spec, slot.group))
@@ -101,7 +101,7 @@ class RayWorkers:
         return ""
 
     def _is_bad(self, node: cluster_state.RayNode, worker: RoleWorker) -> bool:
-        """`node` is gone, or hangs: then a worker there was silent."""
+        """Whether `node` is lost, or hangs. Whether it hangs is only checked if the worker there was silent."""
         if not cluster_state.answers(node):
             return True
         return worker.reason.startswith(WorkerCause.SILENT.value) and not cluster_state.runs_tasks(node)
@@ -142,14 +142,14 @@ class RayWorkers:
         try:
             outcome = msgspec.json.decode(ray.get(reference, timeout=_KILL_S), type=Outcome)
         except RayActorError as error:
-            cluster_state.kill(self._name(rank, life))  # it may live on a node that does not answer
+            cluster_state.kill(self._name(rank, life))  # it may still run on a node that does not answer
             lost = isinstance(error, ActorDiedError) and cluster_state.NODE_DIED in str(error)
             cause = WorkerCause.NODE_LOST if lost else WorkerCause.KILLED
             return EndedWorker(rank, life, cause, cluster_state.end_of_actor(str(error)))
         except RayError as error:
             return EndedWorker(rank, life, WorkerCause.RAISED, str(error))
-        with contextlib.suppress(ValueError):
-            cluster_state.actor(self._name(rank, life)).__ray_terminate__.remote()  # its atexit handlers run
+        with contextlib.suppress(ValueError):  # unlike `kill`, this runs the atexit handlers of the actor
+            cluster_state.actor(self._name(rank, life)).__ray_terminate__.remote()
         return EndedWorker(rank, life, outcome.cause, outcome.detail)
 
     def _name(self, rank: int, life: int) -> str:
@@ -157,7 +157,7 @@ class RayWorkers:
 
 
 def _ready(references: list[Any], timeout_s: float) -> list[Any]:
-    """Those that are ready; waits for the first one, but not long: others may be added meanwhile."""
+    """The references that are ready. Waits at most `_TURN_S` for the first one, because more may be added meanwhile."""
     if not references:
         time.sleep(min(timeout_s, _TURN_S / 5))
         return []
@@ -170,18 +170,18 @@ def group_name(spec: JobSpec, number: int) -> str:
 
 
 def remove_job(spec: JobSpec, *, but: str = "") -> None:
-    """Kill all actors of a job, except for one, workers first, and give its places back."""
+    """Kill all actors of a job except `but`, workers first, and remove its placement groups."""
     for part in ("worker/", "sub-master/", ""):
         cluster_state.kill_all(actor_name(spec.name, part), but=but)
     cluster_state.remove_groups(group_name(spec, number) for number in range(len(spec.plan().groups)))
 
 
 class RayMasters:
-    """The `MasterPlatform`.
+    """The `MasterPlatform` of a job.
 
     Args:
         submission: the job.
-        sub_master_class: the class of the actors.
+        sub_master_class: class of the SubMasters' actors.
     """
 
     def __init__(self, submission: Submission, sub_master_class: type) -> None:
@@ -190,9 +190,9 @@ class RayMasters:
         self._groups: list[PlacementGroup] = []
         self._lock = threading.Lock()
         self._held = dict[Any, str]()
-        """Roles by the reference that fails when their SubMaster ends."""
+        """Roles, by the reference that fails when the SubMaster ends."""
         self._back = dict[Any, str]()
-        """Roles by the reference that is ready when their SubMaster is back."""
+        """Roles, by the reference that becomes ready when the restarted SubMaster answers."""
 
     def begin(self) -> bool:
         """See `MasterPlatform`."""
@@ -231,7 +231,7 @@ class RayMasters:
         return f"{'; '.join(waiting)}. The cluster has {len(nodes)} nodes: {has}"
 
     def _hold(self, role: str, *, again: bool = False) -> None:
-        """Start the SubMaster of a role, unless it runs, and notice its end. `again`: it has ended before."""
+        """Start the SubMaster of a role unless it runs, and watch for its end. `again`: it has ended before."""
         options = actor_options(
             actor_name(self._spec.name, "sub-master", role), num_cpus=0, max_restarts=-1, max_concurrency=4,
             scheduling_strategy=cluster_state.at_the_head(),

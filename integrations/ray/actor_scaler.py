@@ -1,4 +1,4 @@
-"""The nodes of a job as actors of Ray, started and ended by this process."""
+"""Starts and ends the nodes of a job as actors of Ray."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logging.getLogger("dlrover_hooks.scaler")
 
 _TURN_S, _AGAIN_S, _GET_S = 0.2, 0.5, 5.0
 _ANSWER_S = 10.0
-"""An actor whose command has not ended so long after its grace is killed itself."""
+"""An actor is killed if its command has not ended this many seconds after the grace period."""
 
 
 class _Question(enum.IntEnum):
-    """A call of an actor that is not answered yet. In the order in which answers of one turn are handled."""
+    """The kinds of pending calls to an actor. Answers that arrive together are handled in this order."""
 
     READY = 1
     BEGUN = 2
@@ -41,43 +41,44 @@ class _Question(enum.IntEnum):
 
 
 class _FollowedActor(msgspec.Struct):
-    """`handle`: as long as there is one, Ray keeps the actor. `kill_at`: on the clock time.monotonic."""
+    """`handle`: Ray keeps the actor while a handle exists. `kill_at`: on the clock of `time.monotonic`."""
 
     handle: Any
     placed: bool = False
-    """Its command was, or is being, started."""
+    """It was asked to start its command."""
     dropped: bool = False
-    """It was killed before that."""
+    """It was killed before that request."""
     kill_at: float = math.inf
     outcome: tuple[int | None, str] | None = None
 
 
 class ActorScaler(ReconcilingScaler):
-    """Each node is an actor of Ray, which runs the command of the node as a process in a session of its own.
+    """Runs each node as an actor of Ray, which runs the command of the node as a process in its own session.
 
     An actor reserves `config_resource` of its node: cores, memory and GPUs. Ray reserves these amounts when it places
-    the actor, does not enforce those of cores and memory, and cannot change them: a node that runs keeps what it has
-    reserved, whatever a plan says, until another one of its name is started. A node without room stays STARTING until
-    there is room. A command that cannot be run, because there is no such program, is not tried again
+    the actor, does not enforce cores and memory, and cannot change them: a running node keeps its reservation,
+    whatever a plan says, until another node of its name is started. A node without room stays STARTING until there is
+    room. If the command cannot be run, for example because there is no such program, it is not tried again
     (`NodeExit.NEVER_STARTED`).
 
-    A node is removed by SIGTERM to its process; after `grace_s` its whole session is killed, and its actor if that does
-    not answer. A node whose actor has died is `NodeExit.KILLED`; `detail` says so if Ray has lost its machine, which
-    Ray declares after about 18 s. Processes there may live longer if the machine only hangs.
+    A node is removed by SIGTERM to its process. After `grace_s` its entire session is killed, and its actor too if it
+    does not answer. A node whose actor has died is `NodeExit.KILLED`. If Ray has lost the machine, `detail` says so;
+    Ray declares this after about 18 s. If the machine only hangs, processes there may run longer.
 
     `start` raises `UsageError` if this process is not connected to a Ray cluster.
 
-    No actor outlives this process: when it ends, Ray kills the actors, and the kernel the processes that these have
-    started. Processes that those have started have to see to that themselves, as workers of `dlrover-hooks run` do.
+    No actor outlives this process: when it ends, Ray kills the actors, and the kernel kills the processes that the
+    actors have started. Children of these processes must end by themselves, as workers of `dlrover-hooks run` do.
 
     Args:
-        job: its name. The actors are called `JOB/node/...`, in the namespace `dlrover_hooks`.
-        command_of: the command of a node. Called on several threads; what it raises is a failed start.
-        environment_of: variables of a node beyond those of its actor's process. Called on several threads.
-        user_errors: exit codes that say that the user's program or a setting is wrong (`NodeExit.USER_ERROR`).
+        job: name of the job. The actors are named `JOB/node/...`, in the namespace `dlrover_hooks`.
+        command_of: returns the command of a node. Called on several threads; an exception is a failed start.
+        environment_of: returns variables of a node in addition to those of its actor's process. Called on several
+            threads.
+        user_errors: exit codes that mean that the user's program or a setting is wrong (`NodeExit.USER_ERROR`).
         grace_s: seconds between SIGTERM and SIGKILL for a node that a plan removes.
-        starts_at_once: so many nodes are started at the same time.
-        retries: of failed starts.
+        starts_at_once: how many nodes are started at the same time.
+        retries: when failed starts are tried again.
     """
 
     killed_s = 2 * _ANSWER_S
@@ -97,9 +98,9 @@ class ActorScaler(ReconcilingScaler):
         self._command_of, self._environment_of = command_of, environment_of
         self._user_errors, self._usual_grace_s = frozenset(user_errors), grace_s
         self._life = uuid.uuid4().hex[:8]
-        """In the names of the actors: those of an earlier scaler of the job may still be ending."""
+        """Part of the names of the actors, because actors of an earlier scaler of the job may still be ending."""
         self._actors: dict[int, _FollowedActor] = {}
-        """By launch, under `_changed`, as are the next two."""
+        """By launch. Guarded by `_changed`, like `_asked` and `_closed`."""
         self._asked: dict[Any, tuple[int, _Question]] = {}
         self._closed = False
         self._threads.append(self._thread("watch", self._watch))
@@ -109,7 +110,7 @@ class ActorScaler(ReconcilingScaler):
     def _open(self) -> None:
         if not ray.is_initialized():
             raise UsageError(
-                f"job {self._job}: its nodes are to be actors, but this process is not connected to Ray",
+                f"job {self._job}: nodes cannot be started as actors, because this process is not connected to Ray",
                 hint="call ray.init(address=...) before the scaler is started",
             )
 
@@ -117,7 +118,7 @@ class ActorScaler(ReconcilingScaler):
         command = [str(word) for word in self._command_of(node)]
         environment = dict(self._environment_of(node))
         if not ray.is_initialized():
-            raise LaunchError(f"{node.name}: this process is not connected to Ray any more")
+            raise LaunchError(f"{node.name}: this process is no longer connected to Ray")
         actors: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(NodeActor)  # pyright: ignore[reportCallIssue]
         handle = actors.options(**self._options(launch, node)).remote(node.name, command, environment)
         try:
@@ -130,16 +131,16 @@ class ActorScaler(ReconcilingScaler):
     def _follow(self, launch: int, node: Node, handle: Any) -> None:
         with self._changed:
             if self._closed:
-                raise LaunchError(f"{node.name}: the scaler was stopped while it was started")
+                raise LaunchError(f"{node.name}: the scaler was stopped while the node was being started")
             held, ready = handle.hold.remote(), handle.ready.remote()
             self._actors[launch] = _FollowedActor(handle)
             self._asked |= {held: (launch, _Question.HELD), ready: (launch, _Question.READY)}
             self._changed.notify_all()
 
     def _options(self, launch: int, node: Node) -> dict[str, Any]:
-        """An actor that is not detached: it belongs to this process, and Ray kills it when the process ends.
+        """Options of an actor that is not detached: Ray kills it when this process ends.
 
-        A detached one would go on, and would have to be found and killed by what comes after a crash.
+        A detached actor would continue after a crash of this process, and would have to be found and killed later.
         """
         has = node.config_resource
         name = actor_name(self._job, "node", node.name, f"{self._life}-{launch}")
@@ -155,7 +156,7 @@ class ActorScaler(ReconcilingScaler):
         with self._changed:
             actor = self._actors.get(launch)
             if actor is None or not ray.is_initialized():
-                return  # the thread that watches reports its end
+                return  # the watch thread reports its end
             if actor.placed:
                 actor.kill_at = min(actor.kill_at, time.monotonic() + grace + _ANSWER_S)
                 actor.handle.end.remote(grace)
@@ -164,7 +165,7 @@ class ActorScaler(ReconcilingScaler):
                 ray.kill(actor.handle)
 
     def _resize(self, launch: int, node: Node) -> None:
-        """Nothing: an actor keeps what Ray has reserved for it."""
+        """Does nothing: Ray cannot change the reservation of an actor."""
 
     def _close(self) -> None:
         with self._changed:
@@ -174,7 +175,7 @@ class ActorScaler(ReconcilingScaler):
             for actor in left:
                 ray.kill(actor.handle)
 
-    # ---- the thread that watches ------------------------------------------------------------------------------------
+    # ---- the watch thread -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._over:
@@ -182,7 +183,7 @@ class ActorScaler(ReconcilingScaler):
                 if not self._asked:
                     self._changed.wait(_TURN_S)
                 asked = list(self._asked)
-            if not ray.is_initialized():  # most functions of Ray would start another cluster then
+            if not ray.is_initialized():  # in this state most functions of Ray would start a new cluster
                 self._all_gone()
             elif asked:
                 for reference in self._answered(asked):
@@ -190,7 +191,7 @@ class ActorScaler(ReconcilingScaler):
                 self._kill_late()
 
     def _answered(self, asked: list[Any]) -> list[Any]:
-        """Those that have an answer. Waits for the first one, but not long: others may be added meanwhile."""
+        """The calls that have an answer. Waits at most `_TURN_S` for the first, because more may be added meanwhile."""
         if not ray.wait(asked, timeout=_TURN_S, fetch_local=False)[0]:
             return []
         found = ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)[0]
@@ -212,11 +213,11 @@ class ActorScaler(ReconcilingScaler):
         elif question is _Question.HELD:
             self._gone(launch, actor, error)
         elif question is _Question.OVER:
-            log.debug("job %s: an actor does not say how its command has ended: %s", self._job, error)
+            log.debug("job %s: an actor did not report how its command ended: %s", self._job, error)
             ray.kill(actor.handle)
 
     def _answer(self, launch: int, actor: _FollowedActor, question: _Question, answer: Any) -> None:
-        if question is _Question.READY:  # only now: an actor that is killed before has not started anything
+        if question is _Question.READY:  # the command is requested only now: an actor killed earlier has not started it
             with self._changed:
                 if not actor.dropped:
                     actor.placed = True
@@ -229,14 +230,14 @@ class ActorScaler(ReconcilingScaler):
             ray.kill(actor.handle)
 
     def _ask(self, launch: int, question: _Question) -> None:
-        """Under `_changed`."""
+        """The caller holds `_changed`."""
         handle = self._actors[launch].handle
         method = {_Question.READY: handle.ready, _Question.BEGUN: handle.begun, _Question.OVER: handle.run,
                   _Question.HELD: handle.hold}[question]  # fmt: skip
         self._asked[method.remote()] = (launch, question)
 
     def _ask_later(self, launch: int, question: _Question) -> None:
-        """Ray does not know whether the actor is gone, or its network. It says so at the next call."""
+        """Repeat a call after a pause, when Ray could not tell whether the actor has ended or its network is down."""
         with self._changed:
             self._changed.wait_for(lambda: self._over, _AGAIN_S)
             if launch in self._actors:
@@ -249,7 +250,7 @@ class ActorScaler(ReconcilingScaler):
             for actor in late:
                 actor.kill_at = math.inf
         for actor in late:
-            log.warning("job %s: an actor does not end its command, and is killed", self._job)
+            log.warning("job %s: killing an actor that has not ended its command in time", self._job)
             ray.kill(actor.handle)
 
     def _gone(self, launch: int, actor: _FollowedActor, error: RayError) -> None:
@@ -267,7 +268,7 @@ class ActorScaler(ReconcilingScaler):
             self._ended(launch, self._cause(code), code, "" if code == 0 else described(code))
 
     def _all_gone(self) -> None:
-        """This process has left the cluster: its actors have been killed."""
+        """Report all nodes as killed: this process has disconnected from the cluster, and Ray has killed its actors."""
         with self._changed:
             left, self._actors, self._asked = list(self._actors), {}, {}
         for launch in left:
@@ -284,8 +285,9 @@ class ActorScaler(ReconcilingScaler):
 def _result(reference: Any) -> tuple[Any, RayError | None]:
     """The answer of a call, or its error.
 
-    The error is without its traceback, whose frames would keep a handle of the actor until they are collected. If this
-    process has joined another cluster until then, Ray may take it for the handle of an actor there, and kill that.
+    The traceback of the error is removed, because its frames would keep a handle of the actor until they are
+    collected. If this process has connected to another cluster by then, Ray may mistake it for the handle of an actor
+    there, and kill that actor.
     """
     try:
         return ray.get(reference, timeout=_GET_S), None

@@ -1,5 +1,5 @@
-"""The three kinds of actors of a job. Their constructors do not raise: an actor whose constructor raised is never
-started again."""
+"""The three kinds of actors of a job. Their constructors must not raise: Ray does not restart an actor whose
+constructor raised."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PrimeActor:
                 break
             except Stale as error:
                 log.error("job %s: the PrimeMaster ends: %s", self._submission.spec.name, error.message)
-                os._exit(1)  # another submission has its name, and perhaps another actor
+                os._exit(1)  # a later submission has this name
             except Exception:
                 log.exception("job %s: the PrimeMaster failed; it tries again", self._submission.spec.name)
                 time.sleep(_AGAIN_S)
@@ -78,7 +78,7 @@ class PrimeActor:
 
 
 def _listener(job: str, node: str, host: str) -> socket.socket:
-    """On the port of the PrimeMaster before this one, if it was on this node: its clients then go on by themselves."""
+    """A listening socket. If the former PrimeMaster was on this node, on its port, so that its clients reconnect."""
     before = cluster_state.get_address(job)
     if before is not None and before.node == node:
         try:
@@ -103,7 +103,7 @@ class SubMasterActor:
         return os.getpid()
 
     def hold(self) -> None:
-        """Returns when the job is over. The PrimeMaster learns by its failure that this process has ended."""
+        """Returns when the job is over. If the call fails, the PrimeMaster knows that this process has ended."""
         self._over.wait()
 
     def _run(self) -> None:
@@ -120,7 +120,7 @@ class SubMasterActor:
 
 
 class WorkerActor:
-    """One worker. `run` may be called again, by the next SubMaster."""
+    """One life of a worker. A restarted SubMaster calls `run` again."""
 
     def __init__(self, job: str, role: str, rank: int, life: int) -> None:
         _log()
@@ -132,7 +132,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="run")
     def run(self) -> bytes:
-        """Run the function of the role, if it does not run yet, and wait for its end: the `Outcome`, as JSON."""
+        """Run the function of the role unless it was started, wait for its end, and return the `Outcome` as JSON."""
         with self._starting:
             if self._thread is None:
                 self._thread = BackgroundThread("dlrover-hooks-worker", self._run, where=f"role {self._role}")
@@ -142,7 +142,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="calls")
     def call(self, function: str, arguments: list[Any]) -> tuple[bool, Any]:
-        """Call an exported function: (True, its result), or (False, what it raised)."""
+        """Call an exported function and return (True, its result), or (False, text of the exception)."""
         worker = self._worker
         if worker is None or worker.context is None:
             return False, f"worker {self._rank} of role {self._role} does not run yet"
@@ -180,7 +180,7 @@ class WorkerActor:
 
 
 def _send(address: str, function: str, arguments: list[Any], timeout_s: float) -> Any:
-    """Call a worker's actor. Raises OSError: it is gone; TimeoutError; CallFailed: the function raised."""
+    """Call a worker's actor. Raises OSError (it has ended), TimeoutError, and CallFailed (the function raised)."""
     try:
         done, value = ray.get(cluster_state.actor(address).call.remote(function, arguments), timeout=timeout_s)
     except GetTimeoutError:

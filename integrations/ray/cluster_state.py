@@ -1,7 +1,7 @@
-"""What a job keeps in the cluster itself: small values by name, its actors, and its placement groups.
+"""Access to the state of a Ray cluster: stored values, actors, placement groups and nodes.
 
-The only module that uses private parts of Ray: its internal key-value store, the free resources of each node, and what
-each actor has reserved. What is stored is lost with the head node, unless the cluster keeps it in Redis.
+Uses private interfaces of Ray: its internal key-value store, the free resources of each node, and the reservation of
+each actor. Stored values are lost with the head node, unless the cluster keeps them in Redis.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NAMESPACE = "dlrover_hooks"
 _GONE_S, _CONNECT_S, _TASK_S = 15.0, 1.0, 3.0
 _HEAD = "node:__internal_head__"
 NODE_DIED = "its node has died"
-"""In Ray's error; it names no other reason."""
+"""Ray's error for a lost node contains this text; there is no other way to recognize it."""
 
 
 class JobMaster(msgspec.Struct, frozen=True):
-    """Where the HTTP master of a job is. `submission`: the run of the job. `node`: Ray's id of its node."""
+    """The URL and token of a job's HTTP master. `submission`: id of the submission. `node`: Ray's id of its node."""
 
     url: str
     token: str
@@ -46,25 +46,25 @@ def _key(job: str, what: str) -> bytes:
 
 
 def put_address(job: str, address: JobMaster) -> None:
-    """From now on clients find the job's master there."""
+    """Store the address of the job's master, so that clients find it."""
     internal_kv._internal_kv_put(_key(job, "master"), msgspec.json.encode(address), overwrite=True)
 
 
 def get_address(job: str) -> JobMaster | None:
-    """Where the job's master is; None: there is no such job, or it is over."""
+    """The address of the job's master; None: there is no such job, or it is over."""
     found = internal_kv._internal_kv_get(_key(job, "master"))
     return msgspec.json.decode(found, type=JobMaster) if found else None
 
 
 def put_result(job: str, submission: str, roles: Roles) -> None:
-    """The job is over. Its master is forgotten."""
+    """Store the result of a job, and delete the address of its master."""
     value = msgspec.json.encode([submission, roles])
     internal_kv._internal_kv_put(_key(job, "result"), value, overwrite=True)
     internal_kv._internal_kv_del(_key(job, "master"))
 
 
 def get_result(job: str, submission: str) -> Roles | None:
-    """How this run of the job ended; None: it is not over."""
+    """The result of this submission; None: it is not over."""
     found = internal_kv._internal_kv_get(_key(job, "result"))
     if not found:
         return None
@@ -87,13 +87,14 @@ def actor_name(job: str, *parts: object) -> str:
 
 
 def actor_names(prefix: str) -> list[str]:
-    """Names of the actors that live, or are about to, and begin with `prefix`."""
+    """Names that begin with `prefix`, of actors that run or are being started."""
     found: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)  # pyright: ignore[reportAssignmentType]
     return [one["name"] for one in found if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
 
 
 class RunningActor(msgspec.Struct, frozen=True):
-    """`resources`: reserved for it, memory in bytes. `grouped`: by its placement group, with names of their own."""
+    """A running actor. `resources`: its reservation by Ray's names, memory in bytes. `grouped`: the reservation is in a
+    placement group, and Ray uses other resource names for it."""
 
     name: str
     resources: dict[str, float]
@@ -101,7 +102,7 @@ class RunningActor(msgspec.Struct, frozen=True):
 
 
 def running_actors() -> list[RunningActor]:
-    """Those with a name in the namespace of jobs."""
+    """All running actors that have a name in the namespace `dlrover_hooks`."""
     rows: list[bytes] = state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
     found = [ActorTableData.FromString(row) for row in rows]
     return [
@@ -112,17 +113,17 @@ def running_actors() -> list[RunningActor]:
 
 
 def actor(name: str) -> ActorHandle[Any]:
-    """Raises ValueError: there is none."""
+    """The actor with this name. Raises ValueError if there is none."""
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def actor_options(name: str, **more: Any) -> dict[str, Any]:
-    """Of an actor that lives until it is killed, and is made at most once."""
+    """Options of a detached actor, which runs until it is killed. If it exists already, it is not created again."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **more}
 
 
 def end_of_actor(text: str) -> str:
-    """How Ray's error says that an actor ended, without what it repeats and advises."""
+    """The reason in Ray's error message about an ended actor, without its repetitions and advice."""
     if NODE_DIED in text:
         return "its Ray node was lost"
     text = " ".join(text.split())
@@ -131,13 +132,16 @@ def end_of_actor(text: str) -> str:
 
 
 def kill(name: str) -> None:
-    """Kill an actor for good, if it is there."""
+    """Kill an actor, if there is one with this name, and do not let Ray restart it."""
     with contextlib.suppress(ValueError):
         ray.kill(actor(name), no_restart=True)
 
 
 def kill_all(prefix: str, *, but: str = "") -> list[str]:
-    """Kill all actors with this prefix, and wait until they are gone. Names of those that are not gone in time."""
+    """Kill all actors whose names begin with `prefix`, except `but`, and wait at most 15 s until they are gone.
+
+    Returns the names of those that are not.
+    """
     deadline = time.monotonic() + _GONE_S
     while left := [name for name in actor_names(prefix) if name != but]:
         for name in left:
@@ -157,7 +161,7 @@ def _pause(seconds: float) -> None:
 
 
 def group_named(name: str) -> PlacementGroup | None:
-    """The placement group, if there is one."""
+    """The placement group; None: there is none."""
     try:
         return ray.util.get_placement_group(name)
     except ValueError:
@@ -165,7 +169,7 @@ def group_named(name: str) -> PlacementGroup | None:
 
 
 def remove_groups(names: Iterator[str]) -> None:
-    """Remove these placement groups; resources are free once that is done."""
+    """Remove these placement groups. Ray frees their resources in the background."""
     for name in names:
         if (group := group_named(name)) is not None:
             remove_placement_group(group)
@@ -175,32 +179,32 @@ def remove_groups(names: Iterator[str]) -> None:
 
 
 class RayNode(msgspec.Struct, frozen=True):
-    """A node that Ray takes for alive. `address`: of its raylet."""
+    """A node that Ray considers alive. `address`: address of its raylet."""
 
     id: str
     address: tuple[str, int]
 
 
 def nodes() -> dict[str, RayNode]:
-    """By id."""
+    """The nodes that Ray considers alive, by id."""
     found = (one for one in ray.nodes() if one["Alive"])
     return {one["NodeID"]: RayNode(one["NodeID"], (one["NodeManagerAddress"], one["NodeManagerPort"])) for one in found}
 
 
 def at_the_head() -> Any:
-    """Where the masters of a job run: with the node that keeps the cluster's own state, if it is there."""
+    """The scheduling strategy of a job's masters: on the head node, if Ray lists one."""
     head = next((one["NodeID"] for one in ray.nodes() if one["Alive"] and _HEAD in one["Resources"]), None)
     return NodeAffinitySchedulingStrategy(head, soft=False) if head is not None else "DEFAULT"
 
 
 def node_of(group: PlacementGroup, bundle: int) -> RayNode | None:
-    """The node of a bundle; None: it has none at the moment."""
+    """The node of a bundle; None: it is not placed at the moment."""
     table: dict[str, Any] = placement_group_table(group)
     return nodes().get(table.get("bundles_to_node_id", {}).get(bundle, ""))
 
 
 def answers(node: RayNode) -> bool:
-    """Its raylet accepts connections. That of a node that hangs does, too."""
+    """Whether the raylet of a node accepts connections. That of a hanging node still does."""
     try:
         with socket.create_connection(node.address, timeout=_CONNECT_S):
             return True
@@ -209,7 +213,7 @@ def answers(node: RayNode) -> bool:
 
 
 def runs_tasks(node: RayNode) -> bool:
-    """Its raylet starts tasks."""
+    """Whether the raylet of a node runs a task within 3 s."""
     where = NodeAffinitySchedulingStrategy(node.id, soft=False)
     task = ray.remote(_nothing).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
     try:
@@ -225,7 +229,10 @@ def _nothing() -> None:
 
 
 def node_with(resources: dict[str, float], but: tuple[str, ...]) -> str | None:
-    """The id of a node that has these free, and answers. `but`: ids, or their first 12 characters."""
+    """The id of a node that has these resources free and answers; None: there is none.
+
+    `but`: nodes to exclude: ids, or their first 12 characters.
+    """
     free: dict[str, dict[str, float]] = available_resources_per_node()
     for node in nodes().values():
         has = free.get(node.id, {})

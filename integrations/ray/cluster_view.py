@@ -1,8 +1,8 @@
-"""What the nodes of a Ray cluster have for jobs, and what jobs have reserved of it.
+"""Measures what a Ray cluster has for jobs, and what jobs have reserved of it.
 
-`python -m dlrover_hooks.integrations.ray.cluster_view ADDRESS DESCRIPTOR` tells another process, which does not import
-Ray: it answers each byte that it reads from the socket with a line of JSON, and ends when the socket is closed. A
-process that is connected to Ray is ended by Ray when its cluster is away for a minute.
+`python -m dlrover_hooks.integrations.ray.cluster_view ADDRESS DESCRIPTOR` serves this to a process that does not import
+Ray, because Ray ends a connected process when its cluster has been away for a minute. It answers each byte that it
+reads from the socket with a line of JSON, and ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _NOT_COUNTED = re.compile(r"node:|accelerator_type:|bundle_group|.*_group_[0-9a-
 
 
 def cluster_view() -> ClusterSample:
-    """Of the cluster to which this process is connected: what its nodes have, less what others than jobs have reserved.
+    """The capacity for jobs of the cluster to which this process is connected, and what each job uses.
 
-    Kinds of units are "cpu", "gpu", and other accelerators by the names that they have in Ray. What jobs use is what
-    they have reserved. Jobs are known by the names `JOB/...` of their actors and of their placement groups, in the
-    namespace `dlrover_hooks`. Any thread. Raises `RayError` if the cluster is away.
+    The capacity is what the nodes have, without what others than jobs have reserved. Its kinds are "cpu", "gpu", and
+    other accelerators by their names in Ray; memory is in MiB. A job uses what it has reserved. Jobs are recognized by
+    the names `JOB/...` of their actors in the namespace `dlrover_hooks`, and of their placement groups. Any thread.
+    Raises `RayError` if the cluster is away.
     """
     actors = [(one.name.partition("/")[0], one) for one in cluster_state.running_actors() if "/" in one.name]
     reserved = [(job, one.resources) for job, one in actors if not one.grouped]
@@ -43,7 +44,13 @@ def cluster_view() -> ClusterSample:
 def view_of(
     free: Mapping[str, float], reserved: list[tuple[str, Mapping[str, float]]], processes: Mapping[str, int]
 ) -> ClusterSample:
-    """Pure. `free`: resources of nodes that are not reserved; `reserved`: by jobs; `processes` of each job."""
+    """The sample for these figures.
+
+    Args:
+        free: resources that are not reserved, by Ray's names.
+        reserved: (job, resources) of each reservation of a job.
+        processes: number of processes of each job.
+    """
     by_job = {job: Counter[str]() for job in processes}
     for job, resources in reserved:
         by_job.setdefault(job, Counter()).update(resources)  # pyright: ignore[reportArgumentType]
@@ -61,7 +68,7 @@ def view_of(
 
 
 def _groups() -> Iterator[tuple[str, Mapping[str, float]]]:
-    """What placement groups have reserved, also for actors that are not there yet."""
+    """(Job, resources) of each bundle of its placement groups, also of those whose actors are not started yet."""
     table: dict[str, dict[str, Any]] = placement_group_table()
     for group in table.values():
         named = _GROUP.fullmatch(group["name"])

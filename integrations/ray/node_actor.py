@@ -19,30 +19,29 @@ CONCURRENCY_GROUPS = {"hold": 1, "run": 1, "control": 8}
 
 
 class NodeActor:
-    """Runs the command of one node in a session of its own.
+    """Runs the command of one node in its own session.
 
-    Ray calls the methods, each in a thread of its concurrency group. The constructor does not raise: an actor whose
-    constructor raised has no other explanation than a traceback. All arguments and results are numbers, texts, and
-    lists and dictionaries of them.
+    Ray calls each method on a thread of its concurrency group. The constructor must not raise: the caller would only
+    get a traceback. All arguments and results are numbers, strings, and lists, tuples and dictionaries of these.
 
     Args:
-        name: of the node.
+        name: name of the node.
         command: the program and its arguments.
-        environment: variables of the program beyond those of the actor's process.
+        environment: variables of the program in addition to those of the actor's process.
     """
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         self._name, self._command, self._environment = name, command, environment
         self._lock = threading.Lock()
         self._tried, self._over = threading.Event(), threading.Event()
-        """The command was started or could not be; it has ended."""
+        """`_tried`: the command was started, or its start failed. `_over`: it has ended."""
         self._child: Child | None = None
         self._removed = False
         self._outcome: tuple[int | None, str] | None = None
 
     @ray.method(concurrency_group="hold")
     def hold(self) -> None:
-        """Never returns: the call fails when the actor is gone."""
+        """Never returns: the call fails when the actor has ended."""
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")
@@ -51,15 +50,15 @@ class NodeActor:
 
     @ray.method(concurrency_group="control")
     def begun(self) -> bool:
-        """Waits until `run` has tried to start the command; False: it could not."""
+        """Waits until `run` has tried to start the command. False: the start failed."""
         self._tried.wait()
         return self._child is not None
 
     @ray.method(concurrency_group="run")
     def run(self) -> tuple[int | None, str]:
-        """Start the command and wait for its end: its exit code, negative for a signal, and "".
+        """Start the command, wait for its end, and return its exit code (negative for a signal) and "".
 
-        (None, reason): it was not started. A later call returns the same.
+        Returns (None, reason) if it was not started. A later call returns the same.
         """
         if self._outcome is None:
             self._outcome = self._lived()
@@ -69,9 +68,10 @@ class NodeActor:
 
     @ray.method(concurrency_group="control")
     def end(self, grace_s: float) -> None:
-        """SIGTERM to the process of the command; SIGKILL to its session after `grace_s` seconds. Waits for neither end.
+        """Send SIGTERM to the process of the command, and SIGKILL to its session if it runs after `grace_s` seconds.
 
-        With a grace of 0 s there is no SIGTERM. A command that does not run yet is not started any more.
+        Returns after at most `grace_s` seconds. With `grace_s` 0 only SIGKILL is sent. A command that was not started
+        yet is never started.
         """
         self._removed = True
         if grace_s > 0:
@@ -80,7 +80,7 @@ class NodeActor:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._lock:  # its process id is not free before it is reaped under this lock
+        with self._lock:  # the process is reaped under this lock, so its process id cannot be reused meanwhile
             if self._child is None or self._over.is_set():
                 return
             if number is signal.SIGTERM:
@@ -89,7 +89,7 @@ class NodeActor:
                 self._child.signal(number)
 
     def _lived(self) -> tuple[int | None, str]:
-        """In one thread from begin to end: the kernel kills the command when the thread that has started it ends."""
+        """Start the command and wait, on one thread: the kernel kills it when the thread that started it ends."""
         try:
             child = self._started()
         except Exception as error:

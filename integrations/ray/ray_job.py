@@ -1,4 +1,4 @@
-"""Submits a job to a Ray cluster, and follows it."""
+"""Submits a job to a Ray cluster, and controls it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _UP_S, _POLL_S, _ENDING_S = 120.0, 2.0, 10.0
 
 
 def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePlugin, ...] = ()) -> RayJob:
-    """Start a job on a Ray cluster. It goes on when this process ends.
+    """Start a job on a Ray cluster. It continues when this process ends.
 
     Args:
         spec: the job.
-        address: of the cluster. None: that of RAY_ADDRESS, or a cluster of this process alone, which ends with it.
-        plugins: those that its masters load.
+        address: address of the cluster. None: RAY_ADDRESS; without it a new cluster, which ends with this process. Not
+            used if this process is already connected to Ray.
+        plugins: the plug-ins that the masters of the job import.
 
     Raises:
-        Conflict: a job of this name runs there.
-        LaunchError: it could not be started.
+        Conflict: a job of this name runs in the cluster.
+        LaunchError: the job could not be started within 120 s.
     """
     _connect(address)
     _clear_leftovers(spec)
@@ -61,11 +62,20 @@ def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePl
 
 
 def attach(job: str, *, address: str | None = None) -> RayJob:
-    """A job that runs on a cluster already. Raises LaunchError if there is none."""
+    """The handle of a job that runs on a cluster.
+
+    Args:
+        job: its name.
+        address: address of the cluster, as for `submit`.
+
+    Raises:
+        LaunchError: no such job runs there.
+        MasterAway: its master does not answer.
+    """
     _connect(address)
     found = cluster_state.get_address(job)
     if found is None:
-        raise LaunchError(f"job {job} does not run in this cluster", hint="is the name right, and the address?")
+        raise LaunchError(f"job {job} does not run in this cluster", hint="Check the name and the address.")
     client = client_of(found.url, found.token)
     roles: p.Roles = client.call(p.ShowRoles(job))
     client.close()
@@ -79,14 +89,14 @@ def _connect(address: str | None) -> None:
 
 
 def _clear_leftovers(spec: JobSpec) -> None:
-    """Raises Conflict: a job of this name runs. What an ended one has left is removed."""
+    """Remove what an ended job of this name has left. Raises Conflict if a job of this name runs."""
     prime, found = actor_name(spec.name, "prime"), cluster_state.get_address(spec.name)
     if found is not None and prime in cluster_state.actor_names(prime):
         raise Conflict(
-            f"Job {spec.name!r} runs in this cluster already.",
+            f"Job {spec.name!r} already runs in this cluster.",
             hint="Stop it first (integrations.ray.attach(NAME).stop()), or submit(job_name=ANOTHER).",
         )
-    if found is None:  # a job that has just ended closes its journal
+    if found is None:  # a job that has just ended may still be closing its journal
         deadline = time.monotonic() + _ENDING_S
         while prime in cluster_state.actor_names(prime) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -98,7 +108,7 @@ def _clear_leftovers(spec: JobSpec) -> None:
 
 
 class RayJob:
-    """A `JobHandle`."""
+    """A `JobHandle` of a job on Ray. `submit` and `attach` make one. One thread at a time."""
 
     def __init__(self, submission: Submission) -> None:
         self._submission, self._result = submission, None
@@ -131,7 +141,7 @@ class RayJob:
             with contextlib.suppress(MasterAway):
                 return self._call(p.ShowRoles(self.name), _POLL_S)
             if time.monotonic() > deadline:
-                raise MasterAway(f"The master of job {self.name} does not answer.", hint="Is its cluster there?")
+                raise MasterAway(f"The master of job {self.name} does not answer.", hint="Check that its cluster runs.")
 
     def wait(self, timeout_s: float | None = None) -> int:
         """See `JobHandle`."""

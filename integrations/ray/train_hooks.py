@@ -1,10 +1,10 @@
-"""Our hooks under Ray Train: a run's workers get a master, so they restore from memory where Ray Train restarts them.
+"""The hooks under Ray Train: the workers of a run get a master, so that they restore from memory after a restart.
 
     trainer = TorchTrainer(train, run_config=RunConfig(name="run", callbacks=[RayTrainHooks()], ...))
 
-or RAY_TRAIN_CALLBACKS=dlrover_hooks.integrations.ray.RayTrainHooks, without a change of the code. Ray Train goes on to
-place, start and restart the workers; `elastic_loader`, `AsyncCheckpointer`, `ElasticCallback` and `ShardDataset` in
-them find their run, and go on at the step that is newest in memory, on a peer or in storage.
+Or set RAY_TRAIN_CALLBACKS=dlrover_hooks.integrations.ray.RayTrainHooks and leave the code unchanged. Ray Train still
+places, starts and restarts the workers. `elastic_loader`, `AsyncCheckpointer`, `ElasticCallback` and `ShardDataset` in
+the workers connect to the master, and resume at the newest step in memory, on a peer or in storage.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ log = logging.getLogger("dlrover_hooks.job")
 
 _SILENT_S = 60.0
 _KEEPER_S = "300"
-"""Ray Train may take minutes until it has its workers again; their node's keeper has the checkpoint meanwhile."""
+"""Ray Train may take minutes to restart its workers; the keeper of their node holds the checkpoint meanwhile."""
 
 
 class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
-    """Serves a master from the controller of a run, and tells the workers of it. Use one for each run.
+    """Runs a master in the process of a run's controller, and passes its address to the workers. Use one for each run.
 
     Args:
-        job: the name under which the hooks know the run; by default that of the run.
-        state: the folder of the master's journal. By default a temporary one of the controller's node: a controller
-            that is started again begins with the newest checkpoint that memory or storage has.
+        job: the job name for the hooks; by default the name of the run.
+        state: folder of the master's journal. The default is a temporary folder on the controller's node: a controller
+            that is started again resumes from the newest checkpoint in memory or storage.
     """
 
     def __init__(self, *, job: str = "", state: str = "") -> None:
@@ -61,7 +61,7 @@ class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
         log.info("run %s: master at %s", self._job, self._url)
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Called by Ray Train before the training function, each time that it has started the workers."""
+        """Called by Ray Train each time it has started the workers, before the training function."""
         assert self._http is not None
         self._http.revive()
         told = {
@@ -73,7 +73,7 @@ class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
         ray.get([worker.execute_async(_tell, told) for worker in worker_group.get_workers()], timeout=60.0)
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Called by Ray Train about each second: a master that died is started again."""
+        """Called by Ray Train about every second: starts the master again if it has ended."""
         del worker_group_status
         if self._http is not None:
             self._http.revive()
@@ -97,5 +97,5 @@ class RayTrainHooks(ControllerCallback, WorkerGroupCallback):
 
 
 def _tell(variables: dict[str, str]) -> None:
-    """In a worker."""
+    """Called in a worker."""
     settings.change_environment(variables)

@@ -1,4 +1,4 @@
-"""Functions of roles with hooks of several kinds, for tests/contracts/test_job_backends.py."""
+"""Functions of roles that use hooks of several kinds, for tests/contracts/test_job_backends.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover_hooks.job import current_worker
 
 
 def _note(name: str, text: str) -> None:
-    """Write a line; after five of them wait until the test lets this role go on."""
+    """Write a line. After the fifth, wait until the test creates the file `go-NAME`."""
     folder = Path(current_worker().config["folder"])
     with open(folder / f"{name}-{os.getpid()}", "a+") as file:
         file.write(f"{text}\n")
@@ -24,7 +24,7 @@ def _note(name: str, text: str) -> None:
 
 @elastic_run
 def lightning() -> None:
-    """Two epochs of 400 numbers, whatever the world is."""
+    """Train two epochs of 400 numbers, at any world size."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
@@ -53,7 +53,7 @@ def lightning() -> None:
 
 
 def shards() -> None:
-    """The numbers up to 400, each given to one worker."""
+    """Read the numbers below 400 as shards, which the master leases to the workers."""
     from torch.utils.data import DataLoader
 
     from dlrover_hooks.data.leased.sources import Table

@@ -1,6 +1,6 @@
 """A plug-in for tests/contracts/test_job_backends.py, which copies this file into a folder and installs it there.
 
-It writes what it is asked into files of that folder.
+It writes its calls into the file `calls` of that folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def prepare_job(spec: JobSpec) -> JobSpec:
 
 
 def worker_env(spec: JobSpec, role: str, rank: int) -> dict[str, str]:
-    return {"SITE": "not used: the job's own wins", "SITE_WORKER": f"{spec.name} {role} {rank}"}
+    return {"SITE": "not used: the job's own value takes precedence", "SITE_WORKER": f"{spec.name} {role} {rank}"}
 
 
 def on_worker_ended(job: str, role: str, end: EndedWorker) -> FailurePolicy | None:

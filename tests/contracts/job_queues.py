@@ -1,4 +1,4 @@
-"""Functions of roles that use queues, and nothing of torch. For tests/contracts/test_job_backends.py."""
+"""Functions of roles that use queues and do not import torch, for tests/contracts/test_job_backends.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _folder() -> Path:
 
 
 def produce() -> None:
-    """Puts numbers into the queue of role `main` at its own pace."""
+    """Puts numbers into the queue of role `main` until the test ends."""
     numbers = current_worker().role("main").queue("numbers")
     number = 0
     while not (_folder() / "end").exists():
@@ -24,7 +24,7 @@ def produce() -> None:
 
 
 def consume() -> None:
-    """Takes numbers while another role trains; the job is over then."""
+    """Takes 20 numbers, waits until another role trains, and then ends the job."""
     numbers = current_worker().queue("numbers", 2)
     taken = [numbers.get(timeout=60.0) for _ in range(20)]
     (_folder() / "consumed").write_text(f"{taken == list(range(20))} {'torch' in sys.modules}")
@@ -34,7 +34,7 @@ def consume() -> None:
 
 
 def pass_numbers() -> None:
-    """Puts numbers into a queue of role `server` and takes numbers from it, at first those of the life before."""
+    """Puts numbers into a queue of role `server` and takes them out; a second life first gets those of the first."""
     numbers, passed = current_worker().role("server").queue("numbers"), 0
     while not (_folder() / "end").exists():
         numbers.put(passed, timeout_s=60.0)

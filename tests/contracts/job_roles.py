@@ -1,4 +1,4 @@
-"""Functions of roles for tests/contracts/test_job_backends.py. The test follows them by files in its folder."""
+"""Functions of roles for tests/contracts/test_job_backends.py. They and the test exchange files in a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _folder() -> Path:
 
 
 def _until(name: str) -> None:
-    """Wait until the test has made this file."""
+    """Wait until the test has created this file."""
     while not (_folder() / name).exists():
         threading.Event().wait(0.02)
 
@@ -35,25 +35,25 @@ def serve() -> None:
 
 
 def site() -> None:
-    """Writes what plug-ins have put into its environment."""
+    """Writes the variables that plug-ins have set into a file."""
     (_folder() / f"site-{current_worker().life}").write_text(f"{os.environ['SITE']}, {os.environ['SITE_WORKER']}")
     _until("end")
 
 
 def wait() -> None:
-    """Done once the test says so."""
+    """Returns when the test creates the file `end`."""
     _until("end")
 
 
 def call() -> None:
-    """Calls the servers all the time, also while they are replaced."""
+    """Calls the servers repeatedly, also while they are replaced."""
     servers = current_worker().role("server")
     while not (_folder() / "end").exists():
         assert servers.shard("double", [1, 2, 3], timeout_s=60.0) == [2, 4, 6]
 
 
 def talk() -> None:
-    """Every kind of call, once."""
+    """Makes every kind of call once."""
     import numpy as np
     import pytest
 
@@ -91,7 +91,7 @@ def leave_once() -> None:
 
 
 def reduce() -> None:
-    """A process group that cannot be formed again in its processes: all reduces until the test ends it."""
+    """All-reduces until the test ends. Its process group cannot be re-created without new processes."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def reduce() -> None:
 
 @elastic_run
 def train() -> None:
-    """DDP that recovers in its processes."""
+    """Trains with DDP, and recovers without new processes."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

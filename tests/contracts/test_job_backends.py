@@ -1,6 +1,6 @@
-"""One suite for the backends of jobs of several roles: processes of this machine, and actors of Ray.
+"""The same tests for both backends of jobs of several roles: processes on this machine, and actors of Ray.
 
-Every process is real, and every kill is SIGKILL or SIGSTOP.
+All processes are real. They are killed with SIGKILL and stopped with SIGSTOP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNNING, DONE = p.WorkerState.RUNNING, p.WorkerState.DONE
 
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that has two plug-ins once it is in sys.path. Processes that are started have it there."""
+    """A folder with two plug-ins, which are installed in processes that have it in sys.path."""
     folder = tmp_path_factory.mktemp("plugins")
     installed = folder / "site_plugins-1.dist-info"
     installed.mkdir()
@@ -42,7 +42,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(plugins: Path) -> Iterator[None]:
-    """A Ray cluster of this process alone."""
+    """A Ray cluster that only this process uses."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -59,14 +59,14 @@ def _start_ray() -> None:
 
 
 class Backend:
-    """Submits jobs to one backend, and knows the processes of their masters."""
+    """Submits jobs to one backend, and finds the processes of their masters."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.handles: list[Any] = []
 
     def job(self, name: str = "job") -> DLJobBuilder:
-        own = f"{name}-{os.getpid()}"  # other tests of this machine have other names
+        own = f"{name}-{os.getpid()}"  # tests in other processes of this machine use other names
         return DLJobBuilder(own).config(folder=str(self.folder)).env(PYTHONPATH=str(REPOSITORY))
 
     def submit(self, spec: JobSpec) -> Any:
@@ -144,7 +144,7 @@ def workers(handle: Any) -> dict[tuple[str, int], p.RoleWorker]:
 
 
 def runs(handle: Any, role: str, rank: int, life: int = 1) -> p.RoleWorker:
-    """This life of a worker, once it runs."""
+    """Wait until this life of a worker runs, and return it."""
 
     def found() -> p.RoleWorker | None:
         one = workers(handle)[role, rank]
@@ -159,24 +159,24 @@ def events(handle: Any, *kinds: str) -> list[tuple[str, str, int, int, str]]:
 
 
 def used(handle: Any) -> dict[str, int]:
-    """Budgets that are used, by kind and of what; those of nodes are not looked at."""
+    """How much of each budget is used, by "KIND OF". Unused budgets and those of nodes are left out."""
     return {
         f"{one.kind} {one.of}".strip(): one.used for one in handle.status().budgets if one.used and one.kind != "node"
     }
 
 
 def trains(folder: Path, worker: p.RoleWorker, beyond: int = 0) -> int:
-    """The steps of a trainer's process, once it has made more than `beyond`."""
+    """Wait until a trainer's process has made more than `beyond` steps, and return their number."""
     return counted(folder / f"steps-{worker.pid}", beyond, f"{worker.role} {worker.rank} trains")
 
 
 def passed(folder: Path, worker: p.RoleWorker) -> int:
-    """The numbers that a process has put into a queue and taken from it."""
+    """Wait until a process has passed a number through a queue, and return how many."""
     return counted(folder / f"passed-{worker.pid}", 0, f"{worker.role} {worker.rank} passes numbers")
 
 
 def counted(file: Path, beyond: int, what: str) -> int:
-    """The number in a file, once it is greater than `beyond`."""
+    """Wait until the number in a file is greater than `beyond`, and return it."""
 
     def found() -> int:
         text = file.read_text() if file.exists() else ""
@@ -222,7 +222,7 @@ def test_a_server_is_replaced_and_no_other_process_notices(backend: Backend) -> 
     first, other, main = runs(handle, "server", 0), runs(handle, "server", 1), runs(handle, "main", 0)
     kill(first.pid)
     second = runs(handle, "server", 0, life=2)
-    kill(second.pid)  # upstream's defect 2: it skipped the second death of a worker of one role
+    kill(second.pid)  # DLRover ignores the second death of a worker of one role
     third = runs(handle, "server", 0, life=3)
     assert len({first.pid, second.pid, third.pid}) == 3
     assert (workers(handle)["server", 1].pid, workers(handle)["main", 0].pid) == (other.pid, main.pid)
@@ -276,7 +276,7 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
 
 @pytest.mark.requirement("DL-21")
 def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> None:
-    """Upstream's defect 1: a PrimeMaster that was started again restarted all workers."""
+    """In DLRover a restarted PrimeMaster restarts all workers."""
     job = backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin")
     handle = backend.submit(job.role("other").run(f"{ROLES}:wait").build())
     ranks = [runs(handle, "dp", rank) for rank in range(2)]
@@ -303,7 +303,7 @@ def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> No
     kill(backend.prime(handle), backend.sub_master(handle, "server"), first.pid)
     runs(handle, "server", 0, life=2)
     assert workers(handle)["server", 1] == other
-    assert used(handle) == {"worker server": 1}  # a death that no master has seen is counted, too
+    assert used(handle) == {"worker server": 1}  # the death is counted although no master was running
     backend.end()
     assert handle.wait(60) == 0, handle.status()
 
@@ -311,7 +311,7 @@ def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> No
 def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_concerns_no_other_job(
     backend: Backend,
 ) -> None:
-    """Upstream's defects 7 and 8: it lost both, and its actors had the same names in all jobs."""
+    """DLRover loses both, and its actors have the same names in all jobs."""
     one, two = [
         backend.submit(
             backend.job(name).role("server").run(f"{ROLES}:serve").not_driver().role("main").run(main).build()
@@ -371,7 +371,7 @@ def test_a_function_that_cannot_be_imported_ends_the_job(backend: Backend, entry
 
 
 def test_a_silent_worker_is_replaced_and_ends_when_it_wakes(backend: Backend) -> None:
-    """Upstream's defects 5 and 9: a process that hangs was never noticed, and never killed."""
+    """DLRover neither detects nor kills a process that hangs."""
     job = backend.job().silent_after(6).role("server").run(f"{ROLES}:serve").not_driver()
     handle = backend.submit(job.role("main").run(f"{ROLES}:wait").build())
     first = psutil.Process(runs(handle, "server", 0).pid)
@@ -425,7 +425,7 @@ def test_one_job_has_the_same_events_on_both_backends(
         backend.end()
         assert handle.wait(60) == 0
         log = events(handle)
-        logs.append([log[0], sorted(log[1:3]), *log[3:]])  # which of the first two workers is up first is left open
+        logs.append([log[0], sorted(log[1:3]), *log[3:]])  # the first two workers may register in either order
     assert logs[0] == logs[1]
 
 
@@ -466,19 +466,19 @@ def test_plug_ins_change_a_job_and_follow_it_and_one_that_fails_does_not_harm_it
 
 
 def lines(folder: Path, name: str) -> list[list[int]]:
-    """What `job_hooks` has noted, of all processes."""
+    """The lines that `job_hooks` has written in the files that match `name`."""
     return [
         [int(word) for word in line.split()] for file in folder.glob(name) for line in file.read_text().splitlines()
     ]
 
 
 def await_lines(folder: Path, name: str) -> None:
-    """Until a process is at work: four of them import their frameworks at the same time."""
+    """Wait until a process works. The timeout is doubled because four processes import frameworks at once."""
     until(lambda: len(lines(folder, name)) >= 5, f"{name} has five lines", 2 * WAIT_S)
 
 
 def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
-    """ElasticCallback in a role that rejoins, and ShardDataset in one whose workers are replaced; one dies of each."""
+    """ElasticCallback in a role that rejoins, ShardDataset in one whose workers are replaced; one of each dies."""
     job = backend.job().role("trainer").train(f"{HOOKS}:lightning").workers(2).restarts(on_failure="rejoin")
     handle = backend.submit(job.role("reader").run(f"{HOOKS}:shards").workers(2).build())
     survivor, trainer, reader = runs(handle, "trainer", 0), runs(handle, "trainer", 1), runs(handle, "reader", 1)
@@ -493,7 +493,7 @@ def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
     steps = dict[tuple[str, int], list[int]]()
     for file in backend.folder.glob("lightning-*"):
         for step, *numbers in lines(backend.folder, file.name):
-            steps[file.name, step] = numbers  # of a step that was made twice, the second time counts
+            steps[file.name, step] = numbers  # if a step was made twice, the second one counts
     kept = {step for name, step in steps if name.endswith(f"-{survivor.pid}")}
     trained = Counter(number for (_, step), numbers in steps.items() if step in kept for number in numbers)
     assert set(trained) == set(range(400))

@@ -1,4 +1,4 @@
-"""Jobs of several roles in virtual time: each end counts once, no rank has two processes, and every job ends."""
+"""Jobs of several roles in virtual time: each end is counted once, no rank has two processes, and every job ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_end_counts_once_and_every_job_ends(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [10309])
 def test_seeds_that_found_a_fault(seed: int) -> None:
-    """10309: the HTTP master ended while the PrimeMaster waited for its answer, and was not started again for 60 s."""
+    """10309: the HTTP master ended while the PrimeMaster waited for its answer, and only restarted after 60 s."""
     assert simulate_roles(seed).broken is None
 
 
@@ -59,7 +59,7 @@ def count_twice(patch: Patch) -> None:
 
 
 def accept_the_past(patch: Patch) -> None:
-    """The process of an earlier life may register."""
+    """The process of an earlier life can register."""
     real: Any = role_requests._current
 
     def current(job: Any, roles: Any, role: str, rank: int, life: int) -> Any:
@@ -83,7 +83,7 @@ def count_the_past(patch: Patch) -> None:
 
 
 def skip_a_life(patch: Patch) -> None:
-    """The life after the next one begins."""
+    """A new life gets a number that is one too high."""
     real: Any = failure_policies.begin_life
 
     def begin(roles: Any, worker: Any, now: float, reason: str) -> None:
@@ -94,7 +94,7 @@ def skip_a_life(patch: Patch) -> None:
 
 
 def be_done_too_early(patch: Patch) -> None:
-    """One driver that is done is enough."""
+    """The job is done as soon as any worker is done."""
 
     def done(roles: Any) -> bool:
         return any(one.state is WorkerState.DONE for of in roles.workers.values() for one in of)
@@ -109,12 +109,12 @@ def never_give_up(patch: Patch) -> None:
 
 
 def hear_no_silence(patch: Patch) -> None:
-    """A process that is declared dead stays."""
+    """A process that is declared dead keeps its rank."""
     patch.setattr(role_requests, "part", lambda *given, lost: None)
 
 
 def wait_for_ever(patch: Patch) -> None:
-    """A worker that does not register in time is waited for."""
+    """The master waits without limit for a worker to register."""
     patch.setattr(role_requests, "tick", lambda job, now, effects: None)
 
 
@@ -129,7 +129,7 @@ def keep_no_sub_master(patch: Patch) -> None:
 
 
 def report_the_killed(patch: Patch) -> None:
-    """A process that a SubMaster has killed is reported under the life that follows."""
+    """A process that a SubMaster has killed is reported with the number of the next life."""
     real, ends = LocalWorkers.end, dict[LocalWorkers, EndedWorker]()
 
     def end(self: LocalWorkers, rank: int, life: int) -> None:
@@ -158,7 +158,7 @@ BROKEN: dict[Callable[[Patch], None], int] = {
     keep_no_sub_master: 34,
     report_the_killed: 1,
 }
-"""With the seed to look at first."""
+"""By mutant: the seed to try first."""
 
 
 @pytest.mark.parametrize("mutant", BROKEN, ids=lambda mutant: mutant.__name__)

@@ -1,4 +1,4 @@
-"""The backend `local`: the masters and workers of a job as processes of this machine.
+"""The backend `local`: the masters and workers of a job are processes on this machine.
 
-Entry points: `local_job.LocalJob`, `host` (the process that owns all others).
+Entry points: `local_job.LocalJob`, `host` (the parent process of all others).
 """

@@ -1,9 +1,9 @@
-"""The process that owns all others of a local job: PrimeMaster, SubMasters and workers. It takes Ray's place.
+"""The parent process of a local job's PrimeMaster, SubMasters and workers. It does what Ray does on a cluster.
 
     python -m dlrover_hooks.job.local.host FOLDER --life-fd N
 
-It starts and kills processes on demand, tells how they end, and starts the PrimeMaster again. With it, or with the
-process that holds the other end of its pipe, all others end.
+It starts and kills processes on request, reports how they end, and starts the PrimeMaster again. All other processes
+end with it. It ends when the process at the other end of its pipe N ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_ENDS = 10_000
 
 
 class EndedProcess(msgspec.Struct, frozen=True):
-    """`number` counts all ends. `code`: negative for a signal. `killed`: `kill` was called for it."""
+    """`number`: counts all ends from 1. `code`: exit code, negative for a signal. `killed`: it ended by `kill`."""
 
     number: int
     name: str
@@ -47,11 +47,11 @@ class EndedProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessHost:
-    """Main thread only, but for the functions that the socket serves.
+    """Starts, kills and watches the processes of a job. Main thread only; requests arrive on threads of its socket.
 
     Args:
-        folder: of the job, with its socket.
-        life_fd: at its end all processes are ended.
+        folder: folder of the job, where it serves a Unix socket.
+        life_fd: reading end of a pipe; at end of file all processes are killed. None: no pipe.
     """
 
     def __init__(self, folder: str, life_fd: int | None) -> None:
@@ -70,11 +70,14 @@ class ProcessHost:
 
     @property
     def url(self) -> str:
-        """Of the HTTP master."""
+        """URL of the HTTP master."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def run(self) -> int:
-        """Until the job is over; the exit code."""
+        """Block until the job is over; returns the exit code.
+
+        Raises LaunchError if the PrimeMaster failed too often directly after its start.
+        """
         server = CallServer(host_socket(self.folder), self._answer)
         if self._life_fd is not None:
             self._selector.register(self._life_fd, selectors.EVENT_READ, "life")
@@ -84,7 +87,7 @@ class ProcessHost:
                 timeout_s = None if self._prime_due is None else max(0.0, self._prime_due - time.monotonic())
                 for key, _ in self._selector.select(timeout_s):
                     if key.data == "life" and not os.read(key.fd, 1024):
-                        log.warning("the process that submitted the job is gone: ending it")
+                        log.warning("the process that submitted the job has ended: ending the job")
                         shutil.rmtree(self.folder, ignore_errors=True)
                         return 1
                 self._wake.drain()
@@ -112,13 +115,13 @@ class ProcessHost:
         return child.pid
 
     def _look(self) -> None:
-        """Reap what has ended."""
+        """Reap the processes that have ended."""
         for name, child in list(self._children.items()):
             if child.exit_code() is not None:
                 self._gone(name)
 
     def _gone(self, name: str) -> None:
-        """Note the end of a process. What is left of it and of its session is killed."""
+        """Kill what still runs in the session of a process, and record its end."""
         child = self._children.pop(name)
         self._selector.unregister(child)
         code = child.end()
@@ -126,7 +129,7 @@ class ProcessHost:
             early = time.monotonic() - child.started_at < _EARLY_S
             self._early_ends = self._early_ends + 1 if early and code > 0 else 0
             if self._early_ends >= _EARLY_ENDS:
-                raise LaunchError(f"the PrimeMaster ended with {described(code)}", hint="its message stands above")
+                raise LaunchError(f"the PrimeMaster ended with {described(code)}", hint="see its message above")
             log.warning("the PrimeMaster ended (%s); starting it again", described(code))
             self._prime_due = time.monotonic() + (_PAUSE_S if early else 0.0)
             return
@@ -147,7 +150,7 @@ class ProcessHost:
                 answer.set_exception(error)
 
     def _start(self, name: str, command: list[str], env: dict[str, str]) -> int:
-        """Start a process, unless one of this name runs. Its pid."""
+        """Start a process, unless one of this name runs; returns its pid."""
         running = self._children.get(name)
         return running.pid if running is not None else self._begin(name, command, env)
 
@@ -180,7 +183,7 @@ class ProcessHost:
         return answer.result(30.0)
 
     def _await_ends(self, prefix: str, after: int, timeout_s: float) -> list[list[Any]]:
-        """Ends of processes with this prefix after number `after`."""
+        """Ends after number `after` of processes whose names begin with `prefix`; waits for the first one."""
 
         def found() -> list[list[Any]]:
             return [
@@ -195,7 +198,7 @@ class ProcessHost:
 
 
 def host_socket(folder: str) -> str:
-    """Where the host of a job serves."""
+    """Path of the socket of a job's host."""
     return os.path.join(folder, "host")
 
 
@@ -206,7 +209,7 @@ def main() -> None:
     parser.add_argument("--life-fd", type=int)
     options = parser.parse_args()
     logging.basicConfig(level="WARNING", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that submitted the job stops it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the process that submitted the job stops it
     sys.exit(ProcessHost(options.folder, options.life_fd).run())
 
 

@@ -1,4 +1,4 @@
-"""Submits a job to this machine, and follows it."""
+"""Submits a job to this machine, and controls it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _UP_S = 60.0
 
 
 def submit(spec: JobSpec, *, plugins: tuple[p.RolePlugin, ...] = ()) -> LocalJob:
-    """Start a job on this machine. It ends with this process. `plugins`: those that its masters load.
+    """Start a job on this machine. It ends with this process. `plugins`: the plug-ins that its masters import.
 
     Raises:
-        LaunchError: a job of this name runs here already, or it could not be started.
+        LaunchError: a job of this name already runs on this machine, or the job could not be started.
     """
     return LocalJob(spec, plugins)
 
 
 class LocalJob:
-    """A `JobHandle`. It owns a folder with sockets, and the process that owns all others of the job."""
+    """A `JobHandle`. It owns the folder of the job and its host process, the parent of all others."""
 
     def __init__(self, spec: JobSpec, plugins: tuple[p.RolePlugin, ...]) -> None:
         self._spec, self._token = spec, secrets.token_hex(16)
@@ -101,7 +101,7 @@ class LocalJob:
         try:
             return self.wait(timeout_s)
         except TimeoutError:
-            self._host.end()  # and with it all others
+            self._host.end()  # all others end with it
             return self.wait()
 
     def restart(self, role: str) -> None:
@@ -109,7 +109,7 @@ class LocalJob:
         self._client.call(p.RestartRole(self.name, self._client.incarnation, role))
 
     def _ended(self) -> p.Roles:
-        """What the PrimeMaster has left; the folder goes."""
+        """The result that the PrimeMaster has written. Ends the host process and removes the folder."""
         if self._result is None:
             code = self._host.reap()
             try:
@@ -144,7 +144,7 @@ class LocalJob:
 
     def _check(self, deadline: float) -> None:
         if (code := self._host.exit_code()) is not None:
-            raise LaunchError(f"job {self.name} could not be started ({described(code)})", hint="see what stands above")
+            raise LaunchError(f"job {self.name} could not be started ({described(code)})", hint="see the log above")
         if time.monotonic() > deadline:
             raise LaunchError(f"job {self.name} was not up after {_UP_S:g} s", hint="is this machine overloaded?")
 

@@ -21,7 +21,7 @@ from dlrover_hooks.job.sub_master import client_of
 
 
 def submission_of(folder: str) -> Submission:
-    """The job that was submitted with this folder."""
+    """The job that was submitted with this folder, which contains `job.json`."""
     with open(os.path.join(folder, "job.json"), "rb") as file:
         return msgspec.json.decode(file.read(), type=Submission)
 

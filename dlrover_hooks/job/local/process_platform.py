@@ -1,4 +1,4 @@
-"""The platforms of a local job: both masters ask the host to start, kill and watch processes."""
+"""The platforms of a local job. They call the host process, which starts, kills and watches the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KILL_S = 40.0
 
 
 class LocalAddress(msgspec.Struct, frozen=True):
-    """Where a process of a local job finds the others."""
+    """The folder of a local job, and the URL and token of its HTTP master."""
 
     folder: str
     master: str
@@ -30,7 +30,7 @@ class LocalAddress(msgspec.Struct, frozen=True):
 
 
 def outcome_file(folder: str, role: str, rank: int, life: int) -> str:
-    """Where a worker leaves its outcome before it ends."""
+    """Path of the file to which a worker writes its outcome before it ends."""
     return os.path.join(folder, f"outcome-{role}-{rank}-{life}")
 
 
@@ -38,10 +38,10 @@ class LocalWorkers:
     """The `WorkerPlatform` of one role.
 
     Args:
-        address: of the job.
-        spec: of the job.
-        role: its name.
-        node: the name of this machine.
+        address: how the processes of the job reach each other.
+        spec: the job.
+        role: name of the role.
+        node: name of this machine.
     """
 
     def __init__(self, address: LocalAddress, spec: JobSpec, role: str, node: str) -> None:
@@ -50,7 +50,7 @@ class LocalWorkers:
         self._after = _newest(self._host, f"worker/{role}/")
         self._told = threading.Lock()
         self._untold = dict[int, int]()
-        """By rank: lives that this platform has started and whose end is not told yet."""
+        """By rank: the life that this object has started and whose end `ended` has not returned yet."""
 
     def lives(self) -> dict[int, int]:
         """See `WorkerPlatform`."""
@@ -63,7 +63,7 @@ class LocalWorkers:
         return found
 
     def start(self, worker: RoleWorker, avoid: Collection[str], env: Mapping[str, str]) -> str:
-        """See `WorkerPlatform`. There is one node."""
+        """See `WorkerPlatform`. There is only one node, so `avoid` has no effect."""
         del avoid
         place = WorkerPlace(
             self._spec.name,
@@ -145,7 +145,7 @@ class LocalMasters:
         for number, name, code, killed in ends:
             self._after = max(self._after, number)
             role = name.removeprefix("sub-master/")
-            over = code == 0  # it ends by itself with the job only
+            over = code == 0  # a SubMaster only exits with 0 when the job is over
             if name not in running and not killed and not over and role not in found:
                 self._start(role)
                 found.append(role)
@@ -161,7 +161,7 @@ class LocalMasters:
 
 
 def _newest(host: CallClient, prefix: str) -> int:
-    """Number of the newest end. What ended before this process began is found by what does not run."""
+    """Number of the newest end. Earlier ends need no report: the caller compares the list with what runs."""
     return max((end[0] for end in host.call("ended", prefix, 0, 0.0)), default=0)
 
 

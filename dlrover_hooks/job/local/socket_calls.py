@@ -1,6 +1,7 @@
-"""Calls between processes of one machine over a Unix socket in a folder of this user alone.
+"""Calls between processes of one machine over a Unix socket, in a folder that only this user can access.
 
-A frame is its length in four bytes and MessagePack, see `call_codec`. A connection serves one call after the other.
+A frame is a length of four bytes (big-endian) and that many bytes from `call_codec`. A connection carries one call at
+a time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CONNECT_S, _AGAIN_S = 5.0, 0.1
 class CallServer:
     """Serves `answer(function, arguments)` at `path`, each connection in a thread of its own, until `close`.
 
-    What `answer` raises is the answer, too: `CallFailed` at the caller, with the traceback.
+    If `answer` raises, the caller gets `CallFailed`, with the traceback unless it is a `HooksError`.
     """
 
     def __init__(self, path: str, answer: Callable[[str, list[Any]], Any]) -> None:
@@ -77,19 +78,20 @@ def _answered(answer: Callable[[str, list[Any]], Any], frame: bytes) -> bytes:
 
 
 class CallClient:
-    """Calls the server at `path`. Any thread; each has a connection of its own."""
+    """Calls the server at `path`. Any thread; each thread has its own connection."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._local = threading.local()
 
     def call(self, function: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
-        """The result.
+        """Call a function and return its result.
 
         Raises:
-            OSError: the server is not there, or its process ended before the answer. The call may have been carried
-                out.
+            OSError: no connection could be made, or it was lost before the answer. The function may have run.
+            TimeoutError: there was no answer within `timeout_s` seconds. The function may have run.
             CallFailed: the function raised.
+            UsageError: an argument cannot be sent.
         """
         data = encode([function, list(arguments)])
         try:
@@ -117,7 +119,7 @@ class CallClient:
         return decode(frame)
 
     def close(self) -> None:
-        """Close this thread's connection; the next call opens another one."""
+        """Close the connection of this thread. The next call opens a new one."""
         connection = getattr(self._local, "connection", None)
         self._local.connection = None
         if connection is not None:
@@ -129,7 +131,7 @@ def _framed(data: bytes) -> bytes:
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """The next frame; None at the end of the connection. Raises OSError."""
+    """The next frame; None at the end of the connection. Raises OSError, also for a frame above 2 GiB."""
     head = _exactly(connection, _LENGTH.size)
     if head is None:
         return None

@@ -33,7 +33,7 @@ def main() -> None:
         LocalAddress(options.folder, url, submission.token), spec, options.role, socket.gethostname()
     )
     SubMaster(submission, options.role, url, platform).run()
-    os._exit(0)  # its threads may wait in a call
+    os._exit(0)  # its threads may still be blocked in a call
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main() -> None:
     name = f"{place.role} {place.rank}"
     logging.basicConfig(level="WARNING", stream=sys.stderr, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     if sys.path[0] != "":
-        sys.path.insert(0, "")  # modules in the folder where the job was submitted
+        sys.path.insert(0, "")  # so that modules in the folder where the job was submitted can be imported
     outcome = run(options.folder, place)
     path = outcome_file(options.folder, place.role, place.rank, place.life)
     with open(path + ".new", "wb") as file:
@@ -47,7 +47,10 @@ def main() -> None:
 
 
 def run(folder: str, place: WorkerPlace) -> Outcome:
-    """Be the worker `place`. Ends the process if its place was given to another one."""
+    """Register as the worker `place`, run its function, and return the outcome.
+
+    Exits the process (code 74) if the master refuses the first request.
+    """
     try:
         worker = Worker(place, os._exit)
     except MasterError as error:

@@ -1,7 +1,7 @@
-"""The roles without a model: `prompts` serves text by position, and `reward` says what an answer is worth.
+"""The roles without a model: `prompts` serves prompts by position, and `reward` scores answers.
 
-The text is Python's own standard library. A prompt is 16 characters of it, and the right answer is the kind of the
-character after them.
+The text is the source of Python's standard library. A prompt is 16 characters of it, and the right answer is the kind
+of the character after them.
 """
 
 import sysconfig
@@ -21,17 +21,17 @@ def text() -> str:
 
 
 def kind(character: str) -> int:
-    """The number of its kind; the last one is "any other"."""
+    """The number of the character's kind. The last kind is "any other"."""
     return next((number for number, holds in enumerate(KINDS) if holds(character)), len(KINDS))
 
 
 def batch(positions: list[int]) -> list[tuple[int, str]]:
-    """Depends on the positions only, so that a call may be repeated."""
+    """(position, prompt) for each position. Depends on the positions only, so that a call may be repeated."""
     return [(position, text()[position * APART :][:CONTEXT]) for position in positions]
 
 
 def score(answers: list[tuple[int, int]]) -> list[float]:
-    """1 for each (position, kind) that is right."""
+    """For each (position, kind): 1 if the kind is right, else 0."""
     return [float(kind(text()[position * APART + CONTEXT]) == answer) for position, answer in answers]
 
 

@@ -1,4 +1,4 @@
-"""What the records of the trainers and the events of the job say about a run."""
+"""Checks a run by the records of its trainers and the events of its job."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ Line = dict[str, Any]
 
 
 class Kill(NamedTuple):
-    """`target`: `ROLE RANK`. `step`: the newest one then. `at`: when, as `time.time` has it."""
+    """A kill. `target`: `ROLE RANK`. `step`: the newest step at that time. `at`: the time, from `time.time`."""
 
     target: str
     step: int
@@ -17,11 +17,11 @@ class Kill(NamedTuple):
 
 
 FAILURES = ("lost", "replace", "rejoin", "role", "job", "fail")
-"""Kinds of events: a worker was lost, and what its role's policy was."""
+"""Kinds of events: a worker was lost, or a policy was applied."""
 
 
 def rounds(folder: Path) -> dict[int, list[Line]]:
-    """The lines of all ranks, by round. A line that is still being written is left out."""
+    """The records of all ranks, by round. A line that is still being written is skipped."""
     found: dict[int, list[Line]] = {}
     for path in folder.glob("*.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -30,13 +30,13 @@ def rounds(folder: Path) -> dict[int, list[Line]]:
 
 
 def newest_step(folder: Path) -> int:
-    """Of the newest round; -1: there is none yet."""
+    """The newest step of the newest round; -1: there is none yet."""
     last = max(rounds(folder).items(), default=(0, []))[1]
     return max((line["step"] for line in last), default=-1)
 
 
 def lineage(folder: Path) -> dict[int, list[Line]]:
-    """For each step that is in the model, the lines of the last round that made it. What came before was undone."""
+    """For each step that is in the model, the records of the last round that made it. Earlier ones were rolled back."""
     steps: dict[int, list[Line]] = {}
     for lines in rounds(folder).values():
         first = min(line["step"] for line in lines)
@@ -47,7 +47,7 @@ def lineage(folder: Path) -> dict[int, list[Line]]:
 
 
 def problems(folder: Path, status: Any, kills: list[Kill], config: dict[str, int], trainers: int = 2) -> list[str]:
-    """What is not as promised."""
+    """What is wrong with a run, as sentences."""
     steps, batches = lineage(folder), config["epochs"] * -(-config["prompts"] // (32 * trainers))
     found = []
     if list(steps) != [config["updates"] * number for number in range(batches)]:

@@ -1,4 +1,4 @@
-"""The picture of a run: the reward by step, and which process of each worker was there."""
+"""Draws a run: the reward by step, and the processes of each worker."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,9 @@ def mean(values: list[float]) -> float:
 
 
 def draw(trained: dict[int, list[dict[str, Any]]], workers: Any, kills: list[Kill], out: Path) -> None:
-    """Save it as `out`.
+    """Save the picture as `out`.
 
-    trained: the records by step. workers: as `JobHandle.status` lists them. kills: in order.
+    trained: the records by step. workers: those of `JobHandle.status`. kills: in order.
     """
     figure, (top, lanes) = plt.subplots(2, sharex=True, figsize=(10, 6.2), height_ratios=(5, 3), layout="constrained")
     rewards = {step: mean([line["reward"] for line in lines]) for step, lines in trained.items()}
@@ -53,7 +53,7 @@ def draw_rewards(axis: Axes, steps: list[int], rewards: list[float]) -> None:
 
 
 def draw_lives(axis: Axes, names: list[str], kills: list[Kill], end: int) -> None:
-    """A bar for each process, with the number of its life."""
+    """Draw a bar for each process, with its life number."""
     for lane, name in enumerate(names):
         starts = [0, *(kill.step for kill in kills if kill.target == name)]
         for life, (start, stop) in enumerate(pairwise([*starts, end]), 1):

@@ -1,4 +1,4 @@
-"""The policy, and what PPO minimizes."""
+"""The policy, and the loss of PPO."""
 
 import zlib
 from typing import Any
@@ -21,12 +21,15 @@ class Policy(nn.Module):
 
 
 def encoded(rows: list[Any]) -> Tensor:
-    """The texts of (position, text)."""
+    """The character codes of (position, text) rows, limited to 127: [batch, CONTEXT]."""
     return torch.tensor([[min(127, ord(character)) for character in text] for _, text in rows])
 
 
 def ppo_loss(policy: nn.Module, texts: Tensor, kinds: Tensor, before: Tensor, rewards: Tensor) -> Tensor:
-    """`before`: the logarithms of the probabilities with which the kinds were drawn."""
+    """The clipped loss of Schulman et al. 2017, with value and entropy terms.
+
+    before: [batch], the log probabilities with which the kinds were drawn.
+    """
     logs, expected = policy(texts)
     ratio = (logs.gather(1, kinds[:, None])[:, 0] - before).exp()
     advantage = rewards - expected.detach()

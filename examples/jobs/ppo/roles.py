@@ -25,7 +25,7 @@ def rollout() -> None:
         held[0] = version, policy
 
     def generate(rows: list[Any], version: int) -> list[Any]:
-        """(kind, logarithm of its probability) for each row: the same ones if the call is repeated."""
+        """(kind, its log probability) for each row. A repeated call returns the same."""
         has, policy = held[0]
         if has != version:
             return [None] * len(rows)  # this process began after the last `load`
@@ -38,7 +38,7 @@ def rollout() -> None:
 
 
 def explored(worker: WorkerContext, policy: nn.Module, positions: list[int], version: int) -> list[Tensor]:
-    """Texts, kinds, logarithms of their probabilities, and rewards."""
+    """Encoded prompts, drawn kinds, their log probabilities, and rewards, for one batch."""
     rollouts, answers = worker.role("rollout"), [None]
     rows = worker.role("prompts").call("batch", positions)
     while None in answers:
@@ -74,7 +74,7 @@ def trainer() -> None:
 
 
 def record(worker: WorkerContext, **line: Any) -> None:
-    """Append to the file of this round and rank. Before the step is made: a kill then loses no record of a step."""
+    """Append to the file of this round and rank. Called before the step, so that a kill loses no record of a step."""
     path = os.path.join(worker.config["folder"], f"{os.environ['DLROVER_HOOKS_ROUND']}-{dist.get_rank()}.jsonl")
     with open(path, "a") as file:
         file.write(json.dumps(line | {"at": time.time()}) + "\n")

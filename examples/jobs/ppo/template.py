@@ -16,11 +16,11 @@ def ppo(
     rollouts: int = 2,
     cpu: float = 0.25,
 ) -> DLJobBuilder:
-    """Trainers form a process group and recover in their processes; the other roles serve calls, and are replaced.
+    """Trainers form a process group and keep their processes after a failure; the other roles serve calls.
 
-    The job is done when its trainers are. Roles are imported from this folder, or from where PYTHONPATH says. Give it
-    `config(folder=, prompts=, epochs=, updates=)`: where the records go, how many prompts there are and how often they
-    are used, and how many optimizer steps are made with the same answers.
+    The job is done when its trainers are. Roles are imported from this folder or PYTHONPATH. Call `config(folder=,
+    prompts=, epochs=, updates=)` on the result: the folder for records, the number of prompts, how often each is used,
+    and the number of optimizer steps for each batch of answers.
     """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent.absolute()), os.environ.get("PYTHONPATH")]))
     job = DLJobBuilder("ppo").env(PYTHONPATH=path, OMP_NUM_THREADS="1")

@@ -1,9 +1,9 @@
-"""PPO as a job of four roles: two workers train, two answer prompts, one serves prompts, one rewards answers.
+"""PPO as a job of four roles: two workers train, two answer prompts, one serves prompts, one scores answers.
 
     python examples/jobs/ppo/train.py --kills
 
-With --kills six workers are killed at different times (kill -9). Exit code 1 if a prompt was not trained once in each
-epoch, a step is missing, or more was started again than the killed workers.
+With --kills six workers are killed at different times (kill -9). Exit code 1 if a prompt was not trained exactly once
+in each epoch, a step is missing, or a worker was restarted that was not killed.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from template import ppo
 from dlrover_hooks.protocol import JobPhase, WorkerState
 
 KILLS = {0.1: "rollout 0", 0.25: "trainer 1", 0.4: "rollout 1", 0.55: "trainer 0", 0.7: "rollout 0", 0.85: "trainer 1"}
-"""By the part of the steps that are made before."""
+"""By the share of all steps that are done before the kill."""
 
 
 def shoot(handle: Any, target: str) -> bool:
-    """False if it does not run at the moment."""
+    """Kill a worker. False if it does not run at the moment."""
     running = {f"{one.role} {one.rank}": one.pid for one in handle.status().workers if one.state is WorkerState.RUNNING}
     if target in running:
         os.kill(running[target], signal.SIGKILL)

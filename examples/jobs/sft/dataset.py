@@ -1,7 +1,7 @@
 """The role `dataset`: tokenizes instructions and answers, and serves them by position.
 
-They are from Python's own standard library: an instruction is the head of a function, and the answer is the first line
-of its documentation. A token is a byte.
+They are from Python's standard library: an instruction is the signature of a function, and the answer is the first
+line of its docstring. A token is a byte.
 """
 
 import ast
@@ -24,13 +24,13 @@ def pairs() -> Iterator[tuple[bytes, bytes]]:
 
 @cache
 def samples() -> list[tuple[list[int], int]]:
-    """For each pair the tokens, filled up with zeros to `LENGTH`, and how many of them are the instruction's."""
+    """For each pair: its tokens, padded with zeros to `LENGTH`, and the number of tokens of the instruction."""
     short = [(asked, answer) for asked, answer in pairs() if len(asked) + len(answer) <= LENGTH]
     return [(list((asked + answer).ljust(LENGTH, b"\0")), len(asked)) for asked, answer in short]
 
 
 def tokens(positions: list[int]) -> list[tuple[list[int], int]]:
-    """Depends on the positions only, so that a call may be repeated."""
+    """The samples at `positions`. Depends on the positions only, so that a call may be repeated."""
     return [samples()[position] for position in positions]
 
 

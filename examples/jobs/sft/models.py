@@ -1,4 +1,4 @@
-"""Two small models of bytes, and their loss."""
+"""Two small language models of bytes, and their loss."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ WIDTH, VOCABULARY, LENGTH = 64, 256, 128
 def answer_loss(logits: Tensor, tokens: Tensor, asked: Tensor) -> Tensor:
     """The mean over the samples of the mean over the tokens of the answer.
 
-    tokens: [batch, length], filled up with zeros. asked: [batch], how many tokens are the instruction's.
+    tokens: [batch, length], padded with zeros. asked: [batch], the number of tokens of each instruction.
     """
     each = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     places = torch.arange(1, tokens.shape[1])

@@ -15,17 +15,17 @@ def sft(
     save_to: str | None = None,
     cpu: float = 0.25,
 ) -> DLJobBuilder:
-    """`workers` train `model` on what `dataset` serves.
+    """`workers` workers train `model` on the samples that `dataset` serves.
 
     Args:
         model: a class without arguments whose forward returns the loss, see models.py.
         dataset: a function that serves `count()` and `tokens(positions)`, see dataset.py.
-        workers: of the role `trainer`. If one is lost, the others keep their processes.
+        workers: number of workers of the role `trainer`. If one is lost, the others keep their processes.
         epochs: how often each sample is used.
         save_to: URL for durable checkpoints; None keeps them in memory.
         cpu: cores for each worker.
 
-    Names are looked up in this folder, or where PYTHONPATH says.
+    Modules are imported from this folder or PYTHONPATH.
     """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent.absolute()), os.environ.get("PYTHONPATH")]))
     job = DLJobBuilder("sft").config(model=model, epochs=epochs, save_to=save_to)

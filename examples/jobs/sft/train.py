@@ -2,7 +2,7 @@
 
     python examples/jobs/sft/train.py --model models:GRU --workers 2
 
-template.py makes the job from these arguments. Exit code 1 if the job failed.
+template.py builds the job from these arguments. Exit code 1 if the job failed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The role `trainer`: learns the answers, with the hooks of this library as in any script."""
+"""The role `trainer`: trains the model, and uses the hooks of this library like any script."""
 
 from pkgutil import resolve_name
 from typing import Any
@@ -14,7 +14,7 @@ from dlrover_hooks.job import current_worker
 
 
 class Instructions(Dataset):
-    """Those of the role `dataset`, a batch at a time."""
+    """The samples of the role `dataset`, fetched in batches."""
 
     def __init__(self) -> None:
         self.role = current_worker().role("dataset")

@@ -1,4 +1,4 @@
-"""Jobs of several roles: which process is to hold each rank, and what follows when one ends.
+"""Jobs of several roles: which process holds each rank, and what happens when a process ends.
 
-Entry points: `role_requests` (messages), `role_state` (what is kept), `failure_policies` (what follows).
+Entry points: `role_requests` (messages), `role_state` (the state of a job), `failure_policies` (ends of workers).
 """

@@ -1,4 +1,4 @@
-"""What follows when a worker ends before it is done: budgets first, then the policy of its role."""
+"""Handles the end of a worker that is not done: charges the budgets, then applies the policy of its role."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def failed(
     recovers: bool,
     policy: FailurePolicy | None = None,
 ) -> None:
-    """Worker `worker` ended in its current life. `recovers`, `policy`: see `WorkerEnded`."""
+    """`worker` has ended in its current life. `recovers`, `policy`: see `WorkerEnded`."""
     what = f"{cause.value}: {detail.strip()}" if detail.strip() else cause.value
     note(roles, now, "lost", worker, text=cause.value, detail=detail.strip())
     place, rules = f"worker {worker.rank} of role {worker.role!r}", roles.rules[worker.role]
@@ -31,7 +31,7 @@ def failed(
     if cause is WorkerCause.WRONG_SETTING:
         over = "a restart does not help"
     elif cause is WorkerCause.NEVER_STARTED and not worker.former:
-        over = "there never was a place for it"
+        over = "no process of it has ever registered"
     elif policy is FailurePolicy.FAIL:
         over = "a plug-in ends the job" if asked else f"on_failure of role {worker.role!r} is 'fail'"
     if not over:
@@ -41,7 +41,10 @@ def failed(
 
 
 def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: float) -> None:
-    """Failures of a node never end the job: the node is avoided. A preemption is no failure of its node."""
+    """Count a failure of the worker's node, and avoid the node if there are too many: this never ends the job.
+
+    Preemptions and exceptions are not failures of the node.
+    """
     node = worker.node
     if not node or cause in (WorkerCause.PREEMPTED, WorkerCause.RAISED):
         return
@@ -53,7 +56,7 @@ def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: 
 def _follow(
     roles: RoleJob, worker: WorkerRecord, policy: FailurePolicy, why: str, now: float, *, recovers: bool
 ) -> str:
-    """Start what the policy starts. Returns which budget is used up, or nothing."""
+    """Start the workers that the policy requires. Returns why a budget is used up; empty: it is not."""
     others = roles.workers[worker.role]
     if policy is FailurePolicy.REJOIN:
         alone = len(others) == 1
@@ -78,7 +81,7 @@ def _follow(
 
 
 def restart_role(roles: RoleJob, role: str, why: str, now: float) -> None:
-    """All workers of a role are started again, also those that were done."""
+    """Start all workers of a role again, including those that were done."""
     note(roles, now, FailurePolicy.ROLE.value, role=role, detail=why)
     for one in roles.workers[role]:
         begin_life(roles, one, now, why)

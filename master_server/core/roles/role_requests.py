@@ -1,7 +1,7 @@
-"""Requests about a job of several roles: checks, then the change, then what follows from it.
+"""Requests about a job of several roles. Each is checked, then changes the state, then wakes waiting requests.
 
-Masters of the job and users are no part of it: they send events under any incarnation. Sent twice they have the effect
-of one, because each names the life or the submission that it is about.
+PrimeMaster, SubMasters and users are not members of the job and may use any incarnation. Their requests can be sent
+twice without a second effect, because they name a life or a submission, or have an idempotency key.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from dlrover_hooks.protocol import (
 )
 
 _MOST_TEXT = 4000
-"""Characters of a text that are kept."""
+"""Longer texts are shortened to about this many characters."""
 _MOST_BUDGET = 1 << 31
-_END = "End this process: another one has its place, or the job is over."
+_END = "End this process: another one has its rank, or the job is over."
 
 
 def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
@@ -46,10 +46,10 @@ def start(job: Job, event: StartRoles, now: float, effects: Effects) -> Roles:
     if roles is not None and roles.submission == event.submission:
         return role_state.view(roles, now)
     if roles is not None and event.submission in roles.former:
-        raise Stale(f"Submission {event.submission!r} of job {job.name!r} was followed by another one.", hint=_END)
+        raise Stale(f"Submission {event.submission!r} of job {job.name!r} was replaced by a later one.", hint=_END)
     if roles is not None and not roles.over and not event.takes_over:
         raise Conflict(
-            f"Job {job.name!r} runs already.",
+            f"Job {job.name!r} already runs.",
             hint="Stop it first, or submit(job_name=ANOTHER).",
         )
     _check(job, event)
@@ -80,22 +80,23 @@ def _check(job: Job, event: StartRoles) -> None:
         raise BadRequest(f"A budget of job {job.name!r} is {wrong}.", hint="Give 0 or more, or -1 for no limit.")
     if job.ps is not None or job.scaling is not None:
         raise BadRequest(
-            f"Job {job.name!r} has parameter servers or planned nodes, so it has no roles.", hint="Use another name."
+            f"Job {job.name!r} has parameter servers or planned nodes, so it cannot have roles.",
+            hint="Use another name.",
         )
 
 
 def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> RoleWorker:
-    """A process is up. Raises BadRequest, Stale."""
+    """Register a worker's process. Raises BadRequest, Stale."""
     roles = _roles(job)
     worker = _current(job, roles, event.role, event.rank, event.life)
     place = (worker.role, worker.rank)
     if not event.incarnation or roles.incarnations.get(event.incarnation, place) != place:
         raise BadRequest(
-            f"{event.incarnation!r} cannot be {_name(worker)} of job {job.name!r}: it is another worker, or no name.",
-            hint="Give each process an incarnation of its own.",
+            f"{event.incarnation!r} cannot be {_name(worker)} of job {job.name!r}: it is empty or another worker's.",
+            hint="Give each process its own incarnation.",
         )
     if worker.state is WorkerState.DONE or worker.incarnation not in ("", event.incarnation):
-        raise Stale(f"{_name(worker)} of job {job.name!r} is process {worker.incarnation!r}.", hint=_END)
+        raise Stale(f"{_name(worker)} of job {job.name!r} is held by process {worker.incarnation!r}.", hint=_END)
     if worker.state is WorkerState.INITIAL:
         worker.state, worker.incarnation, worker.waits = WorkerState.RUNNING, event.incarnation, ""
         worker.node, worker.pid, worker.address = event.node, event.pid, event.address
@@ -106,7 +107,7 @@ def register(job: Job, event: RegisterWorker, now: float, effects: Effects) -> R
 
 
 def ended(job: Job, event: WorkerEnded, now: float, effects: Effects) -> Done:
-    """A process has ended. Raises BadRequest for a worker that there is not."""
+    """A process has ended. Raises BadRequest if there is no such worker."""
     roles = _roles(job)
     worker = find(roles, event.role, event.rank)
     if worker is None:
@@ -145,7 +146,7 @@ def _failed(
 
 
 def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
-    """A process cannot be started yet. Raises BadRequest."""
+    """Record why a process cannot be started yet. Raises BadRequest."""
     roles = _roles(job)
     worker = find(roles, event.role, event.rank)
     if worker is None:
@@ -160,7 +161,7 @@ def waits(job: Job, event: WorkerWaits, now: float, effects: Effects) -> Done:
 
 
 def master_restarted(job: Job, event: MasterRestarted, now: float, effects: Effects) -> Done:
-    """A SubMaster or the PrimeMaster was started again. Raises BadRequest."""
+    """Record that a SubMaster or the PrimeMaster was started again. Raises BadRequest."""
     roles = _roles(job)
     note(roles, now, "sub_master" if event.role else "prime_master", role=event.role, text="started again")
     _follow(job, roles, now, effects)
@@ -168,7 +169,7 @@ def master_restarted(job: Job, event: MasterRestarted, now: float, effects: Effe
 
 
 def plugin_failed(job: Job, event: PluginFailed, now: float, effects: Effects) -> Done:
-    """A function of a plug-in failed. Raises BadRequest."""
+    """Record and count a failed function of a plug-in. Raises BadRequest."""
     roles = _roles(job)
     detail = event.detail[:_MOST_TEXT]
     roles.plugins = [
@@ -183,7 +184,7 @@ def plugin_failed(job: Job, event: PluginFailed, now: float, effects: Effects) -
 
 
 def nodes_relaunched(job: Job, event: NodesRelaunched, now: float, effects: Effects) -> Done:
-    """A plug-in has replaced nodes. Raises BadRequest."""
+    """Forget the failures of nodes that a plug-in has replaced. Raises BadRequest."""
     roles = _roles(job)
     for node in [one for one in event.nodes if one in roles.avoid]:
         roles.avoid.remove(node)
@@ -194,7 +195,7 @@ def nodes_relaunched(job: Job, event: NodesRelaunched, now: float, effects: Effe
 
 
 def restart_role(job: Job, event: RestartRole, now: float, effects: Effects) -> Roles:
-    """A user has a role started again. Raises BadRequest, Stale."""
+    """Start all workers of a role again, for a user. Raises BadRequest, Stale."""
     roles = _roles(job)
     if event.role not in roles.workers:
         raise BadRequest(f"Job {job.name!r} has no role {event.role!r}: it has {sorted(roles.workers)}.")
@@ -216,13 +217,15 @@ def stop(job: Job, event: StopRoles, now: float, effects: Effects) -> Roles:
 
 
 def part(job: Job, incarnation: str, now: float, effects: Effects, *, lost: bool) -> None:
-    """The process `incarnation` was declared dead. Others, and those that left by themselves, are ignored: the
-    SubMaster reports their end."""
+    """The process `incarnation` was declared dead (`lost`), or has left. Ignored if it is no worker of a role.
+
+    A process that has left is not counted here, because its SubMaster reports how it ended.
+    """
     roles = job.roles
     place = roles.incarnations.get(incarnation) if roles is not None else None
     if roles is None or place is None:
         return
-    if not lost:  # it has left by itself: no sign of life is awaited any more
+    if not lost:  # it has left: heartbeats are no longer expected
         del roles.incarnations[incarnation]
         return
     worker = roles.workers[place[0]][place[1]]
@@ -231,7 +234,7 @@ def part(job: Job, incarnation: str, now: float, effects: Effects, *, lost: bool
 
 
 def tick(job: Job, now: float, effects: Effects) -> None:
-    """A deadline is reached: workers that have not registered in time have failed."""
+    """Fail the workers that have not registered by their deadlines."""
     roles = job.roles
     if roles is None or roles.due() > now:
         return
@@ -247,7 +250,7 @@ def tick(job: Job, now: float, effects: Effects) -> None:
 
 
 def show(job: Job, role: str, now: float) -> Roles:
-    """The job as it stands. Raises BadRequest."""
+    """The state of the job. Raises BadRequest."""
     roles = _roles(job)
     if role and role not in roles.workers:
         raise BadRequest(f"Job {job.name!r} has no role {role!r}: it has {sorted(roles.workers)}.")
@@ -255,7 +258,7 @@ def show(job: Job, role: str, now: float) -> Roles:
 
 
 def awaited(job: Job, request: AwaitRoles, now: float) -> Roles | None:
-    """The job, once it has changed."""
+    """The state of the job if it has changed since `request.after`; None: it has not. Raises BadRequest."""
     roles = _roles(job)
     return show(job, request.role, now) if roles.number > request.after else None
 
@@ -265,7 +268,7 @@ def awaited(job: Job, request: AwaitRoles, now: float) -> Roles | None:
 
 def _roles(job: Job) -> RoleJob:
     if job.roles is None:
-        raise BadRequest(f"Job {job.name!r} has no roles.", hint="Submit it first: StartRoles.")
+        raise BadRequest(f"Job {job.name!r} has no roles.", hint="Submit it first, with StartRoles.")
     return job.roles
 
 
@@ -276,12 +279,14 @@ def _current(job: Job, roles: RoleJob, role: str, rank: int, life: int) -> Worke
     if roles.over:
         raise Stale(f"Job {job.name!r} is over: {roles.phase.value}.", hint=_END)
     if worker.life != life:
-        raise Stale(f"Life {life} of {_name(worker)} of job {job.name!r} is over: it is at {worker.life}.", hint=_END)
+        raise Stale(
+            f"Life {life} of {_name(worker)} of job {job.name!r} is over: life {worker.life} is current.", hint=_END
+        )
     return worker
 
 
 def _shortened(text: str) -> str:
-    """The first line, which names an exception, and the end of a long text."""
+    """`text`; of a long one the beginning of the first line, which names the exception, and the end."""
     if len(text) <= _MOST_TEXT:
         return text
     first, _, rest = text.partition("\n")

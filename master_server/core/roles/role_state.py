@@ -1,4 +1,4 @@
-"""What the master keeps of a job of several roles."""
+"""The state of a job of several roles in the master, and its elementary changes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dlrover_hooks.protocol import (
 )
 
 MOST_EVENTS = 500
-"""Events that are kept; the figures of the job do not depend on them."""
+"""How many events are kept. Budgets are counted separately, so dropping an event changes none."""
 MOST_WORKERS = 16384
 MOST_FORMER = 100
 
 
 class WorkerRecord(msgspec.Struct):
-    """One rank of a role. `due`: when its process must have registered, by the clock of `now`."""
+    """One rank of a role. `due`: its process must have registered by this time, on the clock of `now`."""
 
     role: str
     rank: int
@@ -39,27 +39,27 @@ class WorkerRecord(msgspec.Struct):
     reason: str = ""
     waits: str = ""
     former: str = ""
-    """The incarnation of the process before this one."""
+    """The incarnation of the last registered process before this life."""
     due: float = math.inf
 
 
 class FailureTimes(msgspec.Struct):
-    """When failures happened that a budget counts, by the clock of `now`."""
+    """The times of the failures that one budget counts, on the clock of `now`."""
 
     at: list[float] = []
 
     def add(self, now: float, window_s: float) -> int:
-        """Count one more; how many there are within the window."""
+        """Count a failure; returns how many there are within the window."""
         self.at = [*(one for one in self.at if one > now - window_s), now]
         return len(self.at)
 
     def used(self, now: float, window_s: float) -> int:
-        """How many there are within the window."""
+        """How many failures there are within the window."""
         return sum(one > now - window_s for one in self.at)
 
 
 class RoleJob(msgspec.Struct):
-    """All of it. `number` increases with every change that a waiting request is to see."""
+    """A job of several roles. `number` increases with every change, so that `AwaitRoles` can wait for the next."""
 
     submission: str
     rules: dict[str, RoleRules]
@@ -72,25 +72,26 @@ class RoleJob(msgspec.Struct):
     workers: dict[str, list[WorkerRecord]] = {}
     """By role, in the order of their ranks."""
     incarnations: dict[str, tuple[str, int]] = {}
-    """Role and rank of each registered process."""
+    """By incarnation: role and rank of each registered process whose heartbeats are expected."""
     failures: dict[str, FailureTimes] = {}
     """By budget: `worker ROLE`, `role ROLE`, `job`, `preemption`, `node NODE`."""
     floor: dict[str, int] = {}
-    """By role, the greatest life of a worker in an earlier submission."""
+    """By role: the greatest life of a worker in an earlier submission."""
     former: list[str] = []
     """Earlier submissions of this name, at most `MOST_FORMER`, the newest last."""
     avoid: list[str] = []
+    """Nodes with too many failures."""
     events: list[RoleEvent] = []
     dropped: int = 0
     plugins: list[RolePlugin] = []
 
     @property
     def over(self) -> bool:
-        """It is done, failed or stopped."""
+        """Whether the job is done, failed or stopped."""
         return self.phase is not JobPhase.RUNNING
 
     def due(self) -> float:
-        """When the next process must have registered; infinity: none is awaited."""
+        """The earliest deadline for a process to register; infinity: there is none."""
         if self.over:
             return math.inf
         initial = (one.due for of in self.workers.values() for one in of if one.state is WorkerState.INITIAL)
@@ -98,7 +99,7 @@ class RoleJob(msgspec.Struct):
 
 
 def started(submission: str, rules: tuple[RoleRules, ...], budgets: RoleBudgets, spec: str, now: float) -> RoleJob:
-    """A job whose workers are all to be started."""
+    """A new job, in which no worker has registered."""
     roles = RoleJob(submission, {one.name: one for one in rules}, budgets, spec, now)
     for one in rules:
         due = now + budgets.ready_s
@@ -108,8 +109,11 @@ def started(submission: str, rules: tuple[RoleRules, ...], budgets: RoleBudgets,
 
 
 def follow_up(roles: RoleJob, former: RoleJob) -> None:
-    """`roles` is submitted under the name of an earlier job. Lives and changes count on: a process that is left of that
-    one, and requests that wait for its changes, are not mistaken for those of this one."""
+    """`roles` is a new submission of the job `former`: continue its numbers of lives and changes.
+
+    So the processes that are left of the former submission are refused, and requests that wait for its changes are
+    answered.
+    """
     roles.number += former.number
     roles.former = [*former.former, former.submission][-MOST_FORMER:]
     roles.floor = dict(former.floor)
@@ -130,7 +134,7 @@ def note(
     text: str = "",
     detail: str = "",
 ) -> None:
-    """Append an event, and drop the oldest one if there are too many."""
+    """Append an event. Beyond `MOST_EVENTS` the oldest one is dropped."""
     roles.number += 1
     at = round(max(0.0, now - roles.began), 3)
     if worker is not None:
@@ -143,13 +147,13 @@ def note(
 
 
 def find(roles: RoleJob, role: str, rank: int) -> WorkerRecord | None:
-    """The worker with this rank, if there is one."""
+    """The worker with this rank; None: there is none."""
     of = roles.workers.get(role, [])
     return of[rank] if 0 <= rank < len(of) else None
 
 
 def begin_life(roles: RoleJob, worker: WorkerRecord, now: float, reason: str) -> None:
-    """The next process takes this rank. Nothing that the last one sends counts any more."""
+    """Increase the life of a rank: a new process is to be started, and requests of the old one are refused."""
     roles.incarnations.pop(worker.incarnation, None)
     worker.life += 1
     worker.state, worker.reason, worker.due = WorkerState.INITIAL, reason, now + roles.budgets.ready_s
@@ -159,20 +163,20 @@ def begin_life(roles: RoleJob, worker: WorkerRecord, now: float, reason: str) ->
 
 
 def end(roles: RoleJob, now: float, phase: JobPhase, reason: str) -> None:
-    """The job is over: no process is started any more, and those that run are ended."""
+    """End the job: SubMasters and workers learn it and end."""
     roles.phase, roles.reason = phase, reason
     roles.incarnations.clear()
     note(roles, now, phase.value, detail=reason)
 
 
 def all_drivers_done(roles: RoleJob) -> bool:
-    """Every worker of every driver role is done."""
+    """Whether every worker of every driver role is done."""
     drivers = (name for name, rules in roles.rules.items() if rules.driver)
     return all(one.state is WorkerState.DONE for name in drivers for one in roles.workers[name])
 
 
 def used(roles: RoleJob, budget: str, now: float) -> int:
-    """Failures that this budget counts, within the window."""
+    """How many failures this budget counts within the window."""
     found = roles.failures.get(budget)
     return found.used(now, roles.budgets.window_s) if found is not None else 0
 
@@ -183,7 +187,7 @@ def node_budget(node: str) -> str:
 
 
 def charge(roles: RoleJob, budget: str, limit: int, now: float) -> str:
-    """Count a failure; why the budget is used up, or nothing if it is not."""
+    """Count a failure. Returns why the budget is used up; empty: it is not."""
     count = roles.failures.setdefault(budget, FailureTimes()).add(now, roles.budgets.window_s)
     if limit == UNLIMITED or count <= limit:
         return ""
@@ -191,7 +195,7 @@ def charge(roles: RoleJob, budget: str, limit: int, now: float) -> str:
 
 
 def view(roles: RoleJob, now: float, role: str = "") -> Roles:
-    """The answer to `ShowRoles`. `role`: only its workers, and no events."""
+    """The state of the job as a message. `role`: only its workers, without spec, budgets and events."""
     names = [role] if role else list(roles.workers)
     return Roles(
         number=roles.number,
@@ -209,7 +213,7 @@ def view(roles: RoleJob, now: float, role: str = "") -> Roles:
 
 
 def shown(one: WorkerRecord) -> RoleWorker:
-    """The worker as messages have it."""
+    """The worker as a message."""
     return RoleWorker(
         one.role,
         one.rank,

@@ -1,5 +1,5 @@
-"""The master's books of a job of several roles, kept a second time: from the events that it has applied, by the rules
-of docs/concepts/roles.md. `differs` compares both.
+"""A second implementation of the master's state of a role job. It applies the same events by the rules of
+docs/concepts/roles.md, and `differs` compares both states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_A_NODE = (WorkerCause.KILLED, WorkerCause.SILENT, WorkerCause.NODE_LOST, Wor
 
 
 class RoleSeat:
-    """One rank. `met`: a process of this submission has registered for it."""
+    """One rank. `holder`: incarnation of its process. `met`: a process has registered for it in this submission."""
 
     def __init__(self, life: int, due: float) -> None:
         self.life, self.due = life, due
@@ -34,31 +34,31 @@ class RoleSeat:
 
 
 class CountedEnd(NamedTuple):
-    """What an event has caused: this life has ended. `cause` None: it is done."""
+    """A life that an event has ended. `cause` None: the worker is done."""
 
     life: Life
     cause: WorkerCause | None
 
 
 class RoleBooks:
-    """`event` counts. `seats`: of the submission that runs, or ran last."""
+    """The expected state of the job. `event` updates it. `seats`: the ranks of the current or last submission."""
 
     def __init__(self, check: Callable[[object, str], None]) -> None:
         self._check = check
         self.phase: JobPhase | None = None
         self.submission = ""
         self.blamed = ""
-        """The role whose failure has ended the job."""
+        """The role whose failure ended the job."""
         self.seats = dict[Rank, RoleSeat]()
         self.counted = dict[Life, WorkerCause]()
-        """Lives that ended before they were done, of all submissions."""
+        """Lives of all submissions that ended before they were done."""
         self.replaced = set[Life]()
-        """Lives that were given up because of another worker, or by a user."""
+        """Lives that were replaced because of another worker, or by a user."""
         self.heard = dict[str, Rank]()
-        """Processes of which signs of life are awaited."""
+        """By incarnation: processes whose heartbeats are expected."""
         self.avoid = set[str]()
         self.outcomes: list[CountedEnd] = []
-        """Of the newest event."""
+        """Lives that the newest event has ended."""
         self._times = defaultdict[str, list[float]](list)
         self._rules = dict[str, RoleRules]()
         self._budgets = p.RoleBudgets()
@@ -66,11 +66,11 @@ class RoleBooks:
 
     @property
     def runs(self) -> bool:
-        """The job is not over."""
+        """Whether the job runs."""
         return self.phase is JobPhase.RUNNING
 
     def event(self, event: Any, now: float) -> None:
-        """The master has applied it at `now`."""
+        """Apply an event that the master has applied at `now`."""
         self.outcomes = []
         if isinstance(event, p.StartRoles):
             self._start(event, now)
@@ -115,7 +115,7 @@ class RoleBooks:
 
     def _register(self, event: p.RegisterWorker) -> None:
         seat = self.seats[event.role, event.rank]
-        self._check(seat.life == event.life, f"{event.incarnation} has life {event.life}, and it is at {seat.life}")
+        self._check(seat.life == event.life, f"{event.incarnation} has life {event.life}, but {seat.life} is current")
         self._check(seat.state is not DONE, f"{event.incarnation} is accepted for a rank that is done")
         self._check(
             seat.holder in ("", event.incarnation),
@@ -146,7 +146,7 @@ class RoleBooks:
         return sum(at > now - self._budgets.window_s for at in self._times[budget])
 
     def _charge(self, budget: str, limit: int, now: float) -> bool:
-        """Whether it is used up."""
+        """Count a failure. Returns whether the budget is used up."""
         self._times[budget].append(now)
         return limit != p.UNLIMITED and self.used(budget, now) > limit
 
@@ -203,7 +203,7 @@ class RoleBooks:
     # ---- the comparison ----------------------------------------------------------------------------------------------
 
     def differs(self, roles: RoleJob, now: float) -> str:
-        """What the master has written otherwise; empty: nothing."""
+        """The first difference to the master's state `roles`; empty: there is none."""
         shown = {(one.role, one.rank): one for one in role_state.view(roles, now).workers}
         if shown.keys() != self.seats.keys():
             return f"the master has the workers {sorted(shown)}"

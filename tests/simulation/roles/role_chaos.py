@@ -1,4 +1,4 @@
-"""Harm to a job of several roles, at random moments, of the kinds that the seed has switched on."""
+"""Injects faults into a job of several roles, at random times, of the kinds that the seed has selected."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RoleChaos(FaultSchedule):
                 self._back(node)
         world.tell("world", "all faults are over")
 
-    # ---- whom --------------------------------------------------------------------------------------------------------
+    # ---- targets -----------------------------------------------------------------------------------------------------
 
     def _worker(self) -> RoleProcess | None:
         found = self.world.workers()
@@ -67,7 +67,7 @@ class RoleChaos(FaultSchedule):
         found = [one for name, one in self.world.cluster.listed.items() if name.startswith("sub-master/")]
         return self.world.chance.choice(found) if found else None
 
-    # ---- what --------------------------------------------------------------------------------------------------------
+    # ---- faults ------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _kill(placed: PlacedProcess | None) -> str:
@@ -87,7 +87,8 @@ class RoleChaos(FaultSchedule):
         return worker.process.name
 
     def _lose_node(self) -> str:
-        """The machine that serves the master is lost with it only as `kill prime`."""
+        """Lose a node. If it hosts the PrimeMaster, the HTTP master runs on until the loss is noticed; the fault `kill
+        prime` ends both at once."""
         node, cluster = self._node(), self.world.cluster
         if node is None:
             return ""
@@ -101,7 +102,7 @@ class RoleChaos(FaultSchedule):
             self.world.cluster.declare(node)
 
     def _hang_node(self) -> str:
-        """It is declared lost, if it does not come back before."""
+        """Stop a node for some time. It may be declared lost before it is back."""
         node, cluster = self._node(), self.world.cluster
         if node is None:
             return ""
@@ -151,7 +152,7 @@ class RoleChaos(FaultSchedule):
         return self.world.ask(name, p.RestartRole(JOB, name, role))
 
     def _stop_job(self) -> str:
-        """Seldom: most seeds are to go on."""
+        """Stops the job in one of ten calls, so that most seeds run on."""
         if self.world.chance.random() > 0.1:
             return ""
         name, failed = self.world.named("user"), self.world.chance.random() < 0.3

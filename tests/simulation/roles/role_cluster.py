@@ -1,7 +1,7 @@
-"""The platform of a job of several roles: nodes that fail, and the service that starts, kills and watches processes.
+"""The simulated platform of a job of several roles: nodes that fail, and a service that controls processes.
 
-`RoleCluster` answers the calls of `dlrover_hooks.job.local.host.ProcessHost`, so that the real platforms of a local job
-run on it; unlike that it has several nodes. It knows what became of every process.
+`RoleCluster` answers the same calls as `dlrover_hooks.job.local.host.ProcessHost`, so that the real platform classes of
+a local job run on it, but it has several nodes. It records how every process ended.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PRIME = "prime"
 
 
 class RoleNode:
-    """A machine. `up` False: it is lost. `hung`: its processes are stopped, and orders do not reach it."""
+    """A machine. `up` False: it is lost. `hung`: its processes are stopped, and it receives no orders."""
 
     def __init__(self, name: str) -> None:
         self.name, self.up, self.hung = name, True, False
         self.orders: list[PlacedProcess] = []
-        """Processes that are to be killed once it answers again."""
+        """Processes to kill when it answers again."""
 
 
 class PlacedProcess:
-    """A process of the job. `listed`: for the platform it runs. `ordered`: it was to be killed before it ended.
-    `given_up`: its node was declared lost.
+    """A process of the job. `listed`: the platform lists it as running. `ordered`: the platform was told to kill it
+    while it ran. `given_up`: its node was declared lost.
     """
 
     def __init__(self, cluster: RoleCluster, name: str, node: RoleNode) -> None:
@@ -51,35 +51,35 @@ class PlacedProcess:
         """When it was stopped, and when it ended; below 0: never."""
 
     def exit(self, code: int) -> None:
-        """It ends by itself."""
+        """End the process by itself, with this exit code."""
         if not self.process.dead:
             self.code = code
             self.process.kill()
 
 
 class RoleCluster:
-    """`lives`: every worker process that was started, by life. `outcomes`: what a worker has left, by name."""
+    """The platform. `lives`: every started worker process, by life. `outcomes`: what workers wrote, by name."""
 
     def __init__(self, world: RolesWorld, nodes: int) -> None:
         self.world = world
         self.nodes = [RoleNode(f"n{number}") for number in range(nodes)]
         self.full = False
-        """There is no place for any worker."""
+        """No node has room for a worker."""
         self.listed = dict[str, PlacedProcess]()
         self.everything: list[PlacedProcess] = []
         self.lives = dict[Life, list["RoleProcess"]]()
         self.outcomes = dict[str, WorkerOutcome]()
         self.ends: list[list[Any]] = []
-        """Number, name, exit code, and whether `kill` was called; as `ProcessHost` tells them."""
+        """Number, name, exit code, and whether `kill` was called, as `ProcessHost` returns them."""
         self.lost_lives = set[str]()
-        """Names of workers that ended with their node."""
+        """Names of processes whose node was declared lost."""
         self._places = dict[str, RoleNode]()
         self._bells: list[Bell] = []
 
     # ---- what happens to processes -----------------------------------------------------------------------------------
 
     def begin(self, name: str, kind: Callable[[RoleCluster, str, RoleNode], PlacedProcess]) -> PlacedProcess:
-        """Start a process where there was a place for it, or anywhere."""
+        """Start a process on the node that `room` chose for it, or else on any node."""
         good = [one for one in self.nodes if one.up and not one.hung]
         node = self._places.pop(name, None) or self.world.dice.choice(good or self.nodes)
         placed = self.listed[name] = kind(self, name, node)
@@ -92,7 +92,7 @@ class RoleCluster:
         return placed
 
     def gone(self, placed: PlacedProcess) -> None:
-        """A process has ended. If its node is lost, that is noticed later."""
+        """A process has ended. If its node is lost, the platform only notices at `declare`."""
         placed.ended_at = self.world.loop.now
         if placed.node.up:
             self._unlist(placed, placed.code)
@@ -116,24 +116,25 @@ class RoleCluster:
         placed.frozen_at = self.world.loop.now
 
     def lose(self, node: RoleNode) -> None:
-        """A machine is gone with all its processes; `declare` follows."""
+        """A machine is lost with all its processes. The platform notices at `declare`."""
         node.up = False
         for placed in self.on(node):
             placed.process.kill()
 
     def declare(self, node: RoleNode) -> None:
-        """A machine is declared lost. Its processes do not run any more for the platform."""
+        """Declare a machine lost: the platform no longer lists its processes."""
         for placed in [one for one in self.listed.values() if one.node is node]:
             placed.given_up = True
             self.lost_lives.add(placed.name)
             self._unlist(placed, -9)
 
     def return_(self, node: RoleNode) -> None:
-        """A machine that hung, or was lost, works. Processes that were given up end soon, or by what they are told."""
+        """A machine that hung or was lost works again. About half of its given-up workers are killed soon; the others
+        end when the master refuses them."""
         node.up, node.hung = True, False
         orders, node.orders = node.orders, []
         for placed in self.on(node):
-            if placed.name == PRIME and placed.given_up:  # there is another one: the platform sees to it
+            if placed.name == PRIME and placed.given_up:  # the platform has started another one
                 placed.process.kill()
             placed.process.thaw()
             late = self.world.dice.random() < 0.5 or not placed.name.startswith("worker/")
@@ -141,17 +142,17 @@ class RoleCluster:
                 self.world.loop.deliver(self.world.dice.uniform(0.0, 5.0), placed.process.kill)
 
     def on(self, node: RoleNode) -> list[PlacedProcess]:
-        """Its processes."""
+        """The processes of a node that have not ended."""
         return [one for one in self.everything if one.node is node and not one.process.dead]
 
-    # ---- what the platforms ask, as of `ProcessHost` -----------------------------------------------------------------
+    # ---- the calls of `ProcessHost` ----------------------------------------------------------------------------------
 
     def running(self, prefix: str) -> dict[str, int]:
-        """The names that begin so."""
+        """The listed processes whose names begin with `prefix`. All have the process id 1."""
         return {name: 1 for name in self.listed if name.startswith(prefix)}
 
     def room(self, name: str, avoid: Collection[str]) -> str:
-        """Keep a place for a worker. What is missing; empty: it has one."""
+        """Choose a node for a worker. Returns what is missing; empty: a node was chosen."""
         good = [one for one in self.nodes if one.up and not one.hung]
         good = [one for one in good if one.name not in avoid] or good
         if self.full or not good:
@@ -181,7 +182,7 @@ class RoleCluster:
             placed.process.kill()
 
     def ended(self, prefix: str, after: int, timeout_s: float) -> list[list[Any]]:
-        """Ends after number `after`; waits for the first one."""
+        """The ends after number `after`. Waits for the first one."""
 
         def found() -> list[list[Any]]:
             return [end for end in self.ends[after:] if end[1].startswith(prefix)]
@@ -193,14 +194,14 @@ class RoleCluster:
         return found()
 
     def finish(self) -> None:
-        """The job is over: nothing of it runs any more, but the PrimeMaster."""
+        """Kill all processes except the PrimeMaster, because the job is over."""
         self.world.ending = True
         for name in [one for one in self.listed if one != PRIME]:
             self.kill(name)
 
 
 class HostCalls:
-    """Stands for `CallClient` of the host's socket. A call takes its time, and its caller may be killed meanwhile."""
+    """Replaces `CallClient` of the host's socket. A call takes virtual time, and its caller may be killed meanwhile."""
 
     def __init__(self, cluster: RoleCluster) -> None:
         self._cluster = cluster
@@ -219,7 +220,7 @@ class HostCalls:
 
 
 class ClusterWorkers(LocalWorkers):
-    """The real platform of a local role, on several nodes."""
+    """The real `LocalWorkers`, on several nodes."""
 
     cluster: RoleCluster
 
@@ -241,7 +242,7 @@ class ClusterWorkers(LocalWorkers):
 
 
 class ClusterMasters(LocalMasters):
-    """The real platform of the SubMasters of a local job."""
+    """The real `LocalMasters`. The world gets the result."""
 
     cluster: RoleCluster
 
@@ -252,5 +253,5 @@ class ClusterMasters(LocalMasters):
 
 
 def place_of(argument: str) -> WorkerPlace:
-    """The last argument of a worker's command."""
+    """The place that is the last argument of a worker's command."""
     return msgspec.json.decode(argument, type=WorkerPlace)

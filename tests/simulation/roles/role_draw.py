@@ -1,4 +1,4 @@
-"""What one seed draws: the roles of a job with their policies and budgets, the nodes, and which faults happen."""
+"""The random parameters of one seed: roles with their policies and budgets, nodes, and kinds of faults."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ _POLICIES = ("replace", "replace", "rejoin", "rejoin", "role", "role", "job", "f
 
 
 class RoleDraw(msgspec.Struct, frozen=True):
-    """One seed's draw. `_s` are seconds of virtual time."""
+    """The parameters of one seed. `_s` are seconds of virtual time."""
 
     swarm: Swarm
-    """Of the network, the clocks and the journal's disk."""
+    """Parameters of the network, the clocks and the journal's disk."""
     specs: tuple[JobSpec, ...]
-    """By submission; the next one begins when one is over."""
+    """The job of each submission. Each begins when the former is over."""
     nodes: int
     work_s: float
-    """The function of a worker takes so long at most."""
+    """The function of a worker takes at most this long."""
     returns: float
     """Share of the workers of non-driver roles that return before the job is over."""
     recovers: float
-    """Share of the ends that the other workers of a training role recover from in their processes."""
+    """Share of the ends after which the other workers of a training role can recover in their processes."""
     faults: tuple[str, ...]
     every_s: float
     """Mean time between two faults."""
     trouble_s: float
-    """Faults stop after so long."""
+    """After this time all faults are over."""
 
     @property
     def quiet(self) -> bool:
-        """No message is lost or late, so that the master is silent to no process that runs."""
+        """No message is lost or late, so no heartbeat of a running process is missed."""
         return not (self.swarm.loss or self.swarm.late or {"partition", "disk full"} & set(self.faults))
 
 
 def draw_roles(seed: int) -> RoleDraw:
-    """The same for the same seed, everywhere."""
+    """The parameters of a seed, the same on every machine."""
     dice = random.Random(f"roles {seed}")
     silent_s = dice.choice((6.0, 10.0))
     swarm = msgspec.structs.replace(draw(seed), lease_s=silent_s, beats_per_s=1000.0, skew=dice.choice((0.0, 0.01)))
@@ -80,7 +80,7 @@ def draw_roles(seed: int) -> RoleDraw:
 
 
 def _spec(dice: random.Random, sizes: tuple[int, ...], silent_s: float) -> JobSpec:
-    """A job whose roles have these numbers of workers, now and then one worker more or less."""
+    """A job whose roles have these numbers of workers, sometimes one more or one less."""
     limits = _BUDGETS[dice.choice(("large", "large", "mixed", "small"))]
     driver = dice.randrange(len(sizes))
     roles = tuple(

@@ -31,7 +31,7 @@ from tests.simulation.threadlets import Bell, Event, start_thread
 
 
 class BlockingClient:
-    """Stands for `MasterClient`: a thread that calls it waits in virtual time."""
+    """Replaces `MasterClient`: a thread that calls it waits in virtual time."""
 
     def __init__(self, placed: PlacedProcess, incarnation: str) -> None:
         self.incarnation, self._placed = incarnation, placed
@@ -62,11 +62,11 @@ class BlockingClient:
         return outcome[0]
 
     def close(self) -> None:
-        """Its process ends now."""
+        """Does nothing: the process ends next."""
 
 
 class RepeatedThreadlet:
-    """Stands for `BackgroundThread` with `again_s`."""
+    """Replaces `BackgroundThread` with `again_s`."""
 
     def __init__(self, name: str, run: Callable[[], object], *, where: str, again_s: float, **rest: object) -> None:
         del name, where, rest
@@ -94,7 +94,7 @@ class RepeatedThreadlet:
 
 
 class VirtualQueue:
-    """Stands for `queue.SimpleQueue`."""
+    """Replaces `queue.SimpleQueue`."""
 
     def __init__(self) -> None:
         self._items, self._loop = deque[Any](), current().loop
@@ -113,7 +113,7 @@ class VirtualQueue:
 
 
 class RoundlessSubMaster(SubMaster):
-    """The real SubMaster; the rounds of its role are left out, and chance says whether others recover."""
+    """The real SubMaster without the rounds of its role. Whether the other workers recover is random."""
 
     def _broke_round(self, end: Any) -> bool:
         del end
@@ -163,11 +163,11 @@ class MasterProcess(PlacedProcess):
 
 
 _PLACED = dict[str, MasterProcess]()
-"""By the name of the process, those of the seed that runs."""
+"""By the name of the process: the masters of the current seed."""
 
 
 def _placed() -> MasterProcess:
-    """The one that runs."""
+    """The master whose process runs at the moment."""
     return _PLACED[current().name]
 
 
@@ -203,7 +203,7 @@ _STAND_INS: dict[tuple[Any, str], Any] = {
 
 @contextmanager
 def virtual_masters() -> Iterator[None]:
-    """Both masters use threads, clocks, queues and clients of virtual time, and the log is quiet."""
+    """Within the context both masters use virtual threads, clocks, queues and clients, and nothing is logged."""
     before = {place: getattr(*place) for place in _STAND_INS}
     logging.disable(logging.CRITICAL)
     _PLACED.clear()

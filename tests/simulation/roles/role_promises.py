@@ -1,4 +1,4 @@
-"""What must hold of a job of several roles after every event: of the master's books, and of the processes."""
+"""What must hold after every event of a role job: the master's state is as expected and matches the processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from tests.simulation.roles.roles_world import RolesWorld
 
 _ANSWER_S = 5.0
-"""A heartbeat is answered by the state of at most so long ago: until then the journal has written."""
+"""A heartbeat may be answered from a state that is this many seconds old, because an event is first journaled."""
 _OF_THE_FUNCTION = (None, WorkerCause.RAISED, WorkerCause.PREEMPTED)
-"""Causes that a worker itself leaves as its outcome."""
+"""Causes that a worker itself writes as its outcome."""
 
 
 class RolePromises(Promises):
-    """`books`: by the events that were applied. SubMasters and users are no members, so an event of theirs may be
-    applied twice.
+    """Checks role jobs. `books`: the expected state. An event of a SubMaster or user may be applied twice, because they
+    are not members of the job.
     """
 
     world: RolesWorld
@@ -35,7 +35,7 @@ class RolePromises(Promises):
         self.books = RoleBooks(self.check)
         self._told = 0
         self._parted: dict[str, float] = {}
-        """When a process that held a rank was to hold none any more."""
+        """By incarnation: when the process lost its rank."""
         super().__init__(*given)
 
     def applied(self, state: Master, event: Any, key: Any, entry: Any, *, now: float) -> None:
@@ -81,7 +81,7 @@ class RolePromises(Promises):
             self._compare(state, events.decode(self._applied[-1].record).now)
 
     def told(self, request: Any, reply: Any) -> None:
-        """The master's word: only a process that holds a rank is told that all is well."""
+        """The master has answered a request: it must accept heartbeats only of processes that hold a rank."""
         del reply
         if isinstance(request, p.Heartbeat):
             parted = self._parted.get(request.incarnation, self.now)
@@ -89,10 +89,10 @@ class RolePromises(Promises):
             good = request.incarnation in held or self.now <= parted + _ANSWER_S
             self.check(good, f"{request.incarnation} holds no rank since {parted:.3f} s, and its heartbeat is accepted")
 
-    # ---- the truth ---------------------------------------------------------------------------------------------------
+    # ---- comparison with the processes -------------------------------------------------------------------------------
 
     def _judge(self, outcome: CountedEnd, event: Any) -> None:
-        """An end is counted: the process has ended so."""
+        """Check that the process really ended in the way that the master has counted."""
         known, (role, rank, life) = self.world.cluster.lives.get(outcome.life, []), outcome.life
         what = f"worker {rank} of {role} (life {life}) is counted as {outcome.cause.value if outcome.cause else 'done'}"
         if isinstance(event, Lost):
@@ -111,12 +111,12 @@ class RolePromises(Promises):
         self.check(lost, f"{what}, and its node was not lost")
 
     def _speaks(self, one: RoleProcess) -> bool:
-        """It could send heartbeats within the last lease."""
+        """Whether the process could send heartbeats during the last two leases."""
         still = self._loop.now - one.frozen_at > 2 * self.world.drawn.swarm.lease_s or one.frozen_at < 0
         return one.process.runs and still and one.outcome is None and one.node.up
 
     def unseen(self, for_s: float) -> list[str]:
-        """Processes that hold a rank for the master, and have ended so long ago."""
+        """Processes that hold a rank in the expected state, but ended more than `for_s` seconds ago."""
         until = self._loop.now - for_s
         known = (one for of in self.world.cluster.lives.values() for one in of)
         ended = {one.incarnation for one in known if one.process.dead and one.ended_at < until}

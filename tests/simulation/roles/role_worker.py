@@ -1,4 +1,4 @@
-"""One worker process: stands for `dlrover_hooks.job.worker_process.Worker` and the process around it."""
+"""One worker process: replaces `dlrover_hooks.job.worker_process.Worker` and the process around it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class RoleProcess(PlacedProcess):
-    """Registers, sends heartbeats, holds its watch open, and runs its function: for some seconds, or until the job is
-    over. `outcome`: of the function, once it has ended.
+    """Registers, sends heartbeats, keeps its watch open, and runs its function: for some seconds, or until the job is
+    over. `outcome`: the outcome of the function, once it has ended.
     """
 
     def __init__(self, cluster: RoleCluster, name: str, node: RoleNode, place: WorkerPlace) -> None:
@@ -41,7 +41,7 @@ class RoleProcess(PlacedProcess):
         return self.client.incarnation
 
     def ends(self, outcome: Outcome) -> None:
-        """Its function ends so, unless it has ended before."""
+        """End the function with this outcome, unless it has ended before."""
         if not self._end.done():
             self._end.set_result(outcome)
 

@@ -1,4 +1,4 @@
-"""One seed: submissions of a job of several roles, one after the other, until nothing of the last one is left."""
+"""Runs one seed: submits a job of several roles, one submission after the other, until no process is left."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.simulation.story import Broken, Story
 from tests.simulation.world import Result
 
 PATIENCE_S = 200.0
-"""A job is over within so many seconds, and twice its work, after the last fault."""
+"""After the last fault a job must be over within this many seconds plus twice `work_s`."""
 LEFT_S = 150.0
-"""After the end of a job, and of all faults, no process of it runs after so many seconds."""
+"""This many seconds after the end of the last job and of all faults no process may run."""
 UNSEEN_S = 30.0
-"""When nothing fails any more, the end of a process is counted within so many seconds."""
+"""After the last fault the end of a process must be counted within this many seconds."""
 _STEP_S = 5.0
 
 
 class RolesHost(Host):
-    """The HTTP master as a PrimeMaster starts it: an open connection prolongs no lease."""
+    """The HTTP master as a PrimeMaster starts it: an open connection does not prolong a lease."""
 
     def _life(self, clock: Any) -> Witnessed:
         runtime = super()._life(clock)
@@ -72,7 +72,7 @@ class RolesWorld:
         """See `RolePromises`."""
         return self.promises.books
 
-    # ---- what its parts ask of it ------------------------------------------------------------------------------------
+    # ---- used by the parts of the world ------------------------------------------------------------------------------
 
     def named(self, kind: str) -> str:
         self._names += 1
@@ -85,11 +85,11 @@ class RolesWorld:
         self.story.tell(self.loop.now, what, text)
 
     def boot_s(self) -> float:
-        """A worker imports for so long."""
+        """How long a worker takes until it registers."""
         return self.dice.uniform(0.1, 3.0)
 
     def works_s(self, role: str) -> float | None:
-        """The function of a worker takes so long; None: until the job is over."""
+        """How long the function of a worker takes; None: until the job is over."""
         if self.drives(role) or self.dice.random() < self.drawn.returns:
             return self.dice.uniform(0.5, 1.0) * self.drawn.work_s
         return None
@@ -101,13 +101,13 @@ class RolesWorld:
         return self.dice.random() < self.drawn.recovers
 
     def master_up_s(self) -> float:
-        """How long the HTTP master runs."""
+        """For how long the HTTP master has run."""
         return self.loop.now - self._up_at
 
     # ---- masters -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """The PrimeMaster's: start the HTTP master if it does not run."""
+        """`look` of the PrimeMaster: start the HTTP master if it does not run."""
         if self.host.process is None and not self._starting:
             self._starting = True
             self.loop.deliver(self.dice.uniform(0.1, 1.0), self._start_http, self.cluster.listed.get(PRIME))
@@ -119,7 +119,7 @@ class RolesWorld:
             self.host.start()
 
     def prime_ended(self, prime: PlacedProcess) -> None:
-        """The HTTP master ends with it. The platform starts it again, unless the job is over."""
+        """The PrimeMaster has ended, and the HTTP master with it. It is started again, unless the job is over."""
         if self.host.process is not None:
             self.tell("master", f"ends with its PrimeMaster {self.host.kill()}")
         self._starting = False
@@ -130,7 +130,7 @@ class RolesWorld:
         self.cluster.begin(PRIME, MasterProcess)
 
     def started(self, name: str, argument: str) -> None:
-        """The platform starts a process."""
+        """Start the process that a call to the platform asks for."""
         if not name.startswith("worker/"):
             self.cluster.begin(name, MasterProcess)
             return
@@ -140,12 +140,12 @@ class RolesWorld:
         self.cluster.lives.setdefault(placed.life, []).append(placed)
 
     def finished(self, roles: Roles) -> None:
-        """The PrimeMaster leaves this result."""
+        """Store the result of the PrimeMaster."""
         self.promises.check(roles.phase is self.books.phase, f"the result is {roles.phase}")
         self.result = roles
 
     def ask(self, name: str, request: p.Message) -> str:
-        """A user with this name sends it."""
+        """Send a request as a user with this name."""
         process = Process(name, self.loop)
         client = Client(self.network, process, "user", name, 1e6)
 
@@ -158,21 +158,21 @@ class RolesWorld:
         process.spawn(call())
         return str(request)
 
-    # ---- harm to workers ---------------------------------------------------------------------------------------------
+    # ---- targets of faults -------------------------------------------------------------------------------------------
 
     def workers(self) -> list[RoleProcess]:
-        """Those that run for the platform."""
+        """The workers that the platform lists and that run."""
         found = [one for one in self.cluster.listed.values() if isinstance(one, RoleProcess)]
         return [one for one in found if one.process.runs]
 
     def ends(self, worker: RoleProcess, cause: WorkerCause) -> None:
-        """Its function ends so."""
+        """End the function of a worker with this cause."""
         worker.ends(Outcome(cause, "simulated"))
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Raises Broken."""
+        """Run all submissions. Raises Broken if a check fails."""
         self.chaos.begin()
         for spec in self.drawn.specs:
             self.jobs += 1
@@ -210,7 +210,7 @@ class RolesWorld:
             raise Broken(self.story.broken)
 
     def outcome(self) -> str:
-        """How the last submission ended, for the summary."""
+        """The phase of the last submission, for the summary."""
         phase = self.result.phase if self.result is not None else None
         return f"job {(phase or JobPhase.RUNNING).value}"
 
@@ -220,7 +220,7 @@ class RolesWorld:
 
 
 def _brief(spec: JobSpec) -> str:
-    """The job as a person reads it."""
+    """The job in one line."""
     roles = [
         f"{one.workers} {one.name} ({one.on_failure}{', driver' * one.driver}, restarts {one.worker_restarts}, "
         f"of the role {one.role_restarts})"
@@ -241,7 +241,7 @@ def _told(drawn: RoleDraw) -> str:
 
 
 def simulate_roles(seed: int) -> Result:
-    """Run one seed."""
+    """Run one seed and return its result."""
     with virtual_masters():
         world = RolesWorld(draw_roles(seed))
         try:

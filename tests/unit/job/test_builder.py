@@ -309,7 +309,7 @@ WRONG: dict[str, tuple[Callable[[], DLJobBuilder], tuple[str, ...]]] = {
     "collocate itself": (lambda: job().collocate("actor", "actor"), ("collocate()", "'actor'")),
     "groups": (
         lambda: job().collocate("actor", "reward"),
-        ("as many groups of workers each", "'actor': 4", "'reward': 2"),
+        ("as many groups of workers as the others", "'actor': 4", "'reward': 2"),
     ),
     "share of some": (
         lambda: job().role("ref").run(ENTRY).workers(4).collocate("actor", "ref", share={"ref": 0.5}),

@@ -73,10 +73,10 @@ def test_registering_again_changes_nothing_and_another_process_is_refused() -> N
     number = world.show().number
     assert world.register(0) == world.worker(0)
     assert world.show().number == number
-    with pytest.raises(Stale, match="worker 0 of role 'actor' of job 'job' is process 'actor:0:1'"):
+    with pytest.raises(Stale, match="worker 0 of role 'actor' of job 'job' is held by process 'actor:0:1'"):
         world.register(0, name="another")
     world.end(0)
-    with pytest.raises(Stale, match=r"Life 1 of worker 0 of role 'actor' .* it is at 2"):
+    with pytest.raises(Stale, match=r"Life 1 of worker 0 of role 'actor' .* life 2 is current"):
         world.register(0, life=1)
     with pytest.raises(Stale):
         world.register(0, life=3)
@@ -88,7 +88,7 @@ def test_the_same_submission_changes_nothing_and_another_one_is_a_conflict() -> 
     before = world.show()
     assert world.submit("first", actor(JOB, 5)) == before
     assert world.show() == before
-    with pytest.raises(Conflict, match="'job' runs already"):
+    with pytest.raises(Conflict, match="'job' already runs"):
         world.submit("second", actor())
     assert world.show() == before
 
@@ -118,7 +118,7 @@ def test_a_late_copy_of_an_earlier_submission_is_refused(second_runs: bool) -> N
     world.submit("second", actor())
     if not second_runs:
         world.stop()
-    with pytest.raises(Stale, match="'first' of job 'job' was followed by another one"):
+    with pytest.raises(Stale, match="'first' of job 'job' was replaced by a later one"):
         world.send(p.StartRoles("job", "user", "first", (actor(),), takes_over=second_runs))
     assert world.show().submission == "second"
 
@@ -465,7 +465,7 @@ def test_a_planned_restart_counts_in_no_budget_and_makes_old_lives_void() -> Non
     assert world.lives == {"actor": [2, 2], "reward": [1]}
     assert world.worker(1).state is INITIAL
     assert {one.used for one in world.show().budgets} == {0}
-    with pytest.raises(Stale, match="it is at 2"):
+    with pytest.raises(Stale, match="life 2 is current"):
         world.register(0, life=1)
     world.end(0, life=1)
     world.send(Lost("job", "actor:0:1", "no heartbeat"))
@@ -516,8 +516,8 @@ def test_a_worker_that_never_had_a_place_ends_the_job(policy: FailurePolicy) -> 
     assert world.phase is JobPhase.FAILED
     assert world.lives["actor"] == [1, 1]
     assert world.show().reason == (
-        "worker 1 of role 'actor': never_started: it was not up after 60 s: no node has 1 GPU free; there never was a "
-        "place for it"
+        "worker 1 of role 'actor': never_started: it was not up after 60 s: no node has 1 GPU free; no process of it "
+        "has ever registered"
     )
 
 
