@@ -13,16 +13,23 @@ The spellings of DLRover's `DLJobBuilder` are aliases: `node_num`, `device_per_n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.errors import JobSpecError, UsageError
-from dlrover_hooks.job.spec import Collocation, JobSpec, Policy, find_problems
+from dlrover_hooks.job.spec import Collocation, Device, JobSpec, Policy, find_problems
 
 _MB_PER_GB = 1000.0
+_ADVICE = {
+    "on_failure": f": give one of {', '.join(get_args(Policy))}",
+    "device": f": give one of {', '.join(get_args(Device))}",
+    "entry": ": give it as 'package.module:function'",
+}
+"""By name of a field: what to give instead of a value that has a wrong type."""
 
 
 class DLJobBuilder:
@@ -156,7 +163,7 @@ class DLJobBuilder:
         try:
             spec = msgspec.convert(fields, JobSpec)
         except msgspec.ValidationError as error:
-            raise JobSpecError(self._name, [*problems, str(error)]) from None
+            raise JobSpecError(self._name, [*problems, _wrong_type(str(error), self._roles)]) from None
         if problems:
             raise JobSpecError(self._name, [*problems, *find_problems(spec)])
         return spec.checked()
@@ -306,6 +313,16 @@ class RoleBuilder:
         groups = self._fields.get("workers", 1) // self._fields.get("per_group", 1)
         self._fields |= {"workers": groups * count, "per_group": count}
         return self
+
+
+def _wrong_type(error: str, roles: list[RoleBuilder]) -> str:
+    """What msgspec says of a value that has a wrong type, with the name of the role instead of its place in a list."""
+    what, _, path = error.partition(" - at `$.")
+    where = path.rstrip("`")
+    if (found := re.fullmatch(r"roles\[(\d+)\]\.(.+)", where)) is not None:
+        where = f"role {roles[int(found[1])].name!r}: {found[2]}"
+    advice = _ADVICE.get(where.rpartition(" ")[2], "")
+    return f"{where}: {what}{advice}" if where else error
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

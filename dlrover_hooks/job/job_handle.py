@@ -28,7 +28,7 @@ class JobHandle(Protocol):
         ...
 
     def status(self) -> Roles:
-        """The current state of the job, or its result. On Ray raises MasterAway if its master does not answer."""
+        """The current state of the job, or its result. Raises MasterAway if its master does not answer."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> int:

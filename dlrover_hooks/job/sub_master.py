@@ -143,6 +143,9 @@ class SubMaster:
             missing = f"{type(error).__name__}: {error}"
         if not missing:
             self._seen.add(place)
+            if worker.reason:
+                log.warning("job %s: worker %d of role %s is started again (life %d)", self._job, worker.rank,
+                            self._role, worker.life)  # fmt: skip
             return
         self._waiting[place] = time.monotonic() + _WAIT_S
         if missing != worker.waits:

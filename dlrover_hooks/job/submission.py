@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import time
 from typing import Any
 
 import msgspec
@@ -26,8 +28,9 @@ def submit(
         spec: the job.
         job_name: replaces the name in `spec`.
         backend: "local" (processes on this machine) or "ray" (actors).
-        wait: True: wait for the end and return the exit code (0 done, 1 failed, 130 stopped). Ctrl-C then stops the
-            job, and KeyboardInterrupt is raised. False: return a `JobHandle` once the job has begun.
+        wait: True: write to stderr that the job runs, wait for its end, write how it ended, and return the exit code
+            (0 done, 1 failed, 130 stopped). Ctrl-C then stops the job. False: return a `JobHandle` once the job has
+            begun.
         options: options of the backend. Only "ray" has one: `address` of the cluster.
 
     Raises:
@@ -46,13 +49,27 @@ def submit(
     spec = plugins.prepared(spec)
     used = tuple(_with_failures(one, failures) for one in plugins.listed())
     handle: JobHandle = importlib.import_module(_BACKENDS[backend]).submit(spec, plugins=used, **options)
-    if not wait:
-        return handle
+    return _finished(handle, spec) if wait else handle
+
+
+def _finished(handle: JobHandle, spec: JobSpec) -> int:
+    """Wait for the end of a job; the exit code."""
+    began = time.monotonic()
+    roles = ", ".join(f"{one.workers} {one.name}" for one in spec.roles)
+    _tell(f"job {handle.name} runs: {roles}. Its master is at {handle.url}. Ctrl-C stops it")
     try:
-        return handle.wait()
+        code = handle.wait()
     except KeyboardInterrupt:
-        handle.stop("Ctrl-C")
-        raise
+        _tell(f"job {handle.name}: stopping it")
+        code = handle.stop("Ctrl-C")
+    ended = handle.status()
+    phase, why = ended.phase.value if ended.phase else "over", f": {ended.reason}" if code else ""
+    _tell(f"job {handle.name} is {phase} after {time.monotonic() - began:.1f} s{why}")
+    return code
+
+
+def _tell(text: str) -> None:
+    print(f"[dlrover-hooks] {text}", file=sys.stderr, flush=True)
 
 
 def _with_failures(plugin: RolePlugin, failures: list[PluginFailure]) -> RolePlugin:

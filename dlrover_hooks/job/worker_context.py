@@ -167,6 +167,8 @@ class WorkerContext:
             "queue_put": self._queue_put, "queue_get": self._queue_get, "queue_size": self._queue_size,
         }  # fmt: skip
         self._queues = dict[str, queue.Queue[Any]]()
+        self._serves = False
+        """`serve` was called, so no more functions will be exported."""
         self._changed = threading.Condition()
 
     def __repr__(self) -> str:
@@ -195,8 +197,14 @@ class WorkerContext:
             self._changed.notify_all()
 
     def serve(self, **functions: Callable[..., Any]) -> None:
-        """`export` the functions, then block until the job is over. Raises as `export` does."""
+        """`export` the functions, then block until the job is over. Raises as `export` does.
+
+        Calls of functions that are not exported wait for an `export` until `serve` is called, and fail afterwards.
+        """
         self.export(**functions)
+        with self._changed:
+            self._serves = True
+            self._changed.notify_all()
         self._over.wait()
 
     def queue(self, name: str, size: int = 64) -> queue.Queue[Any]:
@@ -219,10 +227,12 @@ class WorkerContext:
         Raises CallFailed if it is not exported in time, and what the function raises.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: function in self._functions, within_s):
+            self._changed.wait_for(lambda: function in self._functions or self._serves, within_s)
+            if function not in self._functions:
+                late = "" if self._serves else f" within {within_s:g} s"
                 raise CallFailed(
-                    f"worker {self.rank} of role {self.role_name!r} has exported no function {function!r} within "
-                    f"{within_s:g} s, only {sorted(set(self._functions) - _OF_QUEUES)}",
+                    f"worker {self.rank} of role {self.role_name!r} has exported no function {function!r}{late}, only "
+                    f"{sorted(set(self._functions) - _OF_QUEUES)}",
                     hint=f"Call current_worker().serve({function}=...) or export() there.",
                 )
             found = self._functions[function]

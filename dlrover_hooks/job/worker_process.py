@@ -252,6 +252,8 @@ class ResolvedCalls:
                     return self._send(address, function, arguments, left)
                 except TimeoutError:
                     break
+                except CallFailed as error:
+                    raise CallFailed(f"{function} of {role} {rank}: {error.message}", hint=error.hint) from None
                 except OSError as error:
                     why = str(error) or type(error).__name__
                     self._known.pop((role, rank), None)

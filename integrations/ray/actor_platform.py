@@ -27,6 +27,8 @@ from dlrover_hooks.job.worker_process import Outcome
 from dlrover_hooks.protocol import Roles, RoleWorker, WorkerCause
 
 _TURN_S, _KILL_S = 0.5, 2.0
+_LEAVE_S = 5.0
+"""An actor whose function is over may take this many seconds for its exit handlers. Then it is killed."""
 _CALLS = 16
 """How many calls of other workers a worker runs at the same time."""
 
@@ -46,6 +48,8 @@ class RayWorkers:
         self._lock = threading.Lock()
         self._running = dict[Any, tuple[int, int]]()
         """Rank and life, by the reference to the outcome."""
+        self._leaving = dict[str, float]()
+        """By name of an actor that was told to end: when it is killed."""
         self._told = set[tuple[int, int]]()
         """Rank and life of the workers whose ends `ended` has returned."""
 
@@ -127,6 +131,7 @@ class RayWorkers:
 
     def ended(self, timeout_s: float) -> list[EndedWorker]:
         """See `WorkerPlatform`."""
+        self._kill_late()
         with self._lock:
             references = list(self._running)
         found = list[EndedWorker]()
@@ -148,9 +153,20 @@ class RayWorkers:
             return EndedWorker(rank, life, cause, cluster_state.end_of_actor(str(error)))
         except RayError as error:
             return EndedWorker(rank, life, WorkerCause.RAISED, str(error))
+        name = self._name(rank, life)
         with contextlib.suppress(ValueError):  # unlike `kill`, this runs the atexit handlers of the actor
-            cluster_state.actor(self._name(rank, life)).__ray_terminate__.remote()
+            cluster_state.actor(name).__ray_terminate__.remote()
+            self._leaving[name] = time.monotonic() + _LEAVE_S
         return EndedWorker(rank, life, outcome.cause, outcome.detail)
+
+    def _kill_late(self) -> None:
+        """Kill the actors that were told to end and still run: the next life needs their resources.
+
+        Ray 2.60 does not always end an actor that is told to end soon after its start.
+        """
+        for name in [one for one, at in self._leaving.items() if time.monotonic() > at]:
+            del self._leaving[name]
+            cluster_state.kill(name)
 
     def _name(self, rank: int, life: int) -> str:
         return actor_name(self._spec.name, "worker", self._role, rank, life)

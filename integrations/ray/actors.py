@@ -10,6 +10,7 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 from typing import Any
 
 import msgspec
@@ -148,8 +149,14 @@ class WorkerActor:
             return False, f"worker {self._rank} of role {self._role} does not run yet"
         try:
             return True, worker.context.answer(function, arguments, _EXPORT_S)
-        except Exception as error:
+        except HooksError as error:
             return False, f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+    def __repr__(self) -> str:
+        """Ray writes it before each line of its output."""
+        return f"{self._role} {self._rank}"
 
     def ping(self) -> int:
         """The process id."""

@@ -66,13 +66,16 @@ def attach(job: str, *, address: str | None = None) -> RayJob:
 
     Args:
         job: its name.
-        address: address of the cluster, as for `submit`.
+        address: address of the cluster. None: that of RAY_ADDRESS, or of a cluster that runs on this machine.
 
     Raises:
-        LaunchError: no such job runs there.
+        LaunchError: there is no such cluster, or no such job runs there.
         MasterAway: its master does not answer.
     """
-    _connect(address)
+    try:
+        _connect(address or settings.ray_address() or "auto")
+    except ConnectionError as error:
+        raise LaunchError(f"no Ray cluster was found: {error}", hint="give address=, or set RAY_ADDRESS") from None
     found = cluster_state.get_address(job)
     if found is None:
         raise LaunchError(f"job {job} does not run in this cluster", hint="Check the name and the address.")

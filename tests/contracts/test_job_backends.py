@@ -270,6 +270,8 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
     assert runs(handle, "two", 0, life=2).pid != second.pid
     runs(handle, "one", 0, life=2)
     assert used(handle) == {"worker one": 1, "job": 1}
+    arguments = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+    assert not [line for line in arguments if handle.token in line], "every user of the machine can read it"
     backend.end()
     assert handle.wait(60) == 0
 

@@ -24,7 +24,7 @@ from dlrover_hooks.job.spec import JobSpec
 from dlrover_hooks.job.sub_master import client_of
 from dlrover_hooks.launcher.launcher_lock import sole
 
-_UP_S = 60.0
+_UP_S, _STATUS_S = 60.0, 20.0
 
 
 def submit(spec: JobSpec, *, plugins: tuple[p.RolePlugin, ...] = ()) -> LocalJob:
@@ -52,7 +52,7 @@ class LocalJob:
             life, life_end = os.pipe()
             owned.callback(os.close, life_end)
             command = [sys.executable, "-m", "dlrover_hooks.job.local.host", self._folder, "--life-fd", str(life)]
-            self._host = Child("host", command, env=settings.worker_environment(), pass_fds=(life,))
+            self._host = Child("host", command, env=_environment(), pass_fds=(life,))
             os.close(life)
             owned.callback(self._host.end)
             self._result: p.Roles | None = None
@@ -80,8 +80,11 @@ class LocalJob:
     def status(self) -> p.Roles:
         """See `JobHandle`."""
         if self._result is None and self._host.exit_code() is None:
-            with contextlib.suppress(MasterAway):
-                return self._client.call(p.ShowRoles(self.name), timeout_s=20.0)
+            try:
+                return self._client.call(p.ShowRoles(self.name), timeout_s=_STATUS_S)
+            except MasterAway:
+                if self._host.exit_code() is None:  # the PrimeMaster starts the master again
+                    raise
         return self._ended()
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -151,3 +154,13 @@ class LocalJob:
 
 def _left(deadline: float) -> float:
     return min(1.0, max(0.0, deadline - time.monotonic()))
+
+
+def _environment() -> dict[str, str]:
+    """That of all processes. They find the modules that lie beside the script that submits the job, as it does."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None or getattr(sys.flags, "safe_path", False):
+        return settings.worker_environment()
+    before = settings.environment().get("PYTHONPATH")
+    path = [os.path.dirname(os.path.abspath(file)), *([before] if before else [])]
+    return settings.worker_environment(PYTHONPATH=os.pathsep.join(path))

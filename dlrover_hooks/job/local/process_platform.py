@@ -71,7 +71,7 @@ class LocalWorkers:
             worker.rank,
             worker.life,
             self._address.master,
-            self._address.token,
+            "",  # the worker reads the token in the folder: all users can see the arguments of a process
             self._node,
         )
         command = [sys.executable, "-u", "-m", "dlrover_hooks.job.local.worker", self._address.folder,

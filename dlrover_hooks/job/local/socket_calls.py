@@ -72,9 +72,9 @@ def _answered(answer: Callable[[str, list[Any]], Any], frame: bytes) -> bytes:
         function, arguments = decode(frame)
         return encode([True, answer(function, arguments)])
     except HooksError as error:
-        return encode([False, f"{type(error).__name__}: {error}", ""])
+        return encode([False, f"{type(error).__name__}: {error}"])
     except Exception as error:
-        return encode([False, f"{type(error).__name__}: {error}", traceback.format_exc()])
+        return encode([False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"])
 
 
 class CallClient:
@@ -100,7 +100,7 @@ class CallClient:
             self.close()
             raise
         if not answer[0]:
-            raise CallFailed(answer[1], hint=answer[2])
+            raise CallFailed(answer[1])
         return answer[1]
 
     def _exchanged(self, data: bytes, timeout_s: float) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import MasterError
+from dlrover_hooks.job.local.prime import submission_of
 from dlrover_hooks.job.local.process_platform import outcome_file
 from dlrover_hooks.job.local.socket_calls import CallClient, CallServer
 from dlrover_hooks.job.sub_master import client_of
@@ -31,6 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.argv = sys.argv[:1]
     place = msgspec.json.decode(options.place, type=WorkerPlace)
+    place = msgspec.structs.replace(place, token=submission_of(options.folder).token)
     name = f"{place.role} {place.rank}"
     logging.basicConfig(level="WARNING", stream=sys.stderr, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     if sys.path[0] != "":

@@ -34,10 +34,11 @@ def failed(
         over = "no process of it has ever registered"
     elif policy is FailurePolicy.FAIL:
         over = "a plug-in ends the job" if asked else f"on_failure of role {worker.role!r} is 'fail'"
+    what = what.splitlines()[0]  # the event "lost" has all of it
     if not over:
         over = _follow(roles, worker, policy, what, now, recovers=recovers)
     if over:
-        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {what.splitlines()[0]}; {over}")
+        role_state.end(roles, now, JobPhase.FAILED, f"{place}: {what}; {over}")
 
 
 def _charge_node(roles: RoleJob, worker: WorkerRecord, cause: WorkerCause, now: float) -> None:
@@ -57,15 +58,16 @@ def _follow(
     roles: RoleJob, worker: WorkerRecord, policy: FailurePolicy, why: str, now: float, *, recovers: bool
 ) -> str:
     """Start the workers that the policy requires. Returns why a budget is used up; empty: it is not."""
-    others = roles.workers[worker.role]
-    if policy is FailurePolicy.REJOIN:
-        alone = len(others) == 1
-        done = any(one.state is WorkerState.DONE for one in others)
-        policy = FailurePolicy.REJOIN if (recovers and not done) or alone else FailurePolicy.ROLE
-    if policy is FailurePolicy.ROLE:
+    others, instead = roles.workers[worker.role], ""
+    if policy is FailurePolicy.REJOIN and len(others) > 1:
+        if any(one.state is WorkerState.DONE for one in others):
+            instead = "instead of 'rejoin': a worker of the role is done"
+        elif not recovers:
+            instead = "instead of 'rejoin': the other workers do not recover in their processes"
+    if policy is FailurePolicy.ROLE or instead:
         over = charge(roles, f"role {worker.role}", roles.rules[worker.role].role_restarts, now)
         if not over:
-            restart_role(roles, worker.role, why, now)
+            restart_role(roles, worker.role, why, now, text=instead)
         return over
     if policy is FailurePolicy.JOB:
         over = charge(roles, "job", roles.budgets.job_restarts, now)
@@ -80,8 +82,8 @@ def _follow(
     return ""
 
 
-def restart_role(roles: RoleJob, role: str, why: str, now: float) -> None:
-    """Start all workers of a role again, including those that were done."""
-    note(roles, now, FailurePolicy.ROLE.value, role=role, detail=why)
+def restart_role(roles: RoleJob, role: str, why: str, now: float, *, text: str = "") -> None:
+    """Start all workers of a role again, including those that were done. `text`: of the event."""
+    note(roles, now, FailurePolicy.ROLE.value, role=role, text=text, detail=why)
     for one in roles.workers[role]:
         begin_life(roles, one, now, why)

@@ -206,6 +206,17 @@ def test_a_function_that_is_never_exported_is_named_with_those_that_are(transpor
     assert "current_worker().serve(gnerate=...)" in failed.value.hint
 
 
+def test_a_call_does_not_wait_for_a_function_once_the_worker_serves(transport: MemoryTransport) -> None:
+    server = transport.servers[0]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(server.answer, "gnerate", [], LONG_S)
+        serving = pool.submit(server.serve, generate=len)
+        with pytest.raises(CallFailed, match=r"has exported no function 'gnerate', only \['generate'\]"):
+            waiting.result(LONG_S)
+        transport.over.set()
+        serving.result(LONG_S)
+
+
 def test_a_function_that_is_exported_again_replaces_the_other_one(transport: MemoryTransport) -> None:
     server = transport.servers[0]
     server.export(name=lambda: "old")
