@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import runpy
@@ -40,23 +41,31 @@ def load(entry: str, role: str) -> Callable[[], Any]:
     """The function that a worker calls, without arguments. For a script it runs the script as `__main__`.
 
     Raises:
-        UsageError: there is no such module, function or script.
-        Exception: what the import of the module raises.
+        UsageError: there is no such module, function or script, the module cannot be imported, or the function is a
+            coroutine or a generator.
+        Exception: what the module raises while it is imported, except for ImportError and SyntaxError.
     """
     if is_script(entry):
         return _script(entry, role)
     module, function = entry.split(":") if ":" in entry else entry.rsplit(".", 1)
     try:
         imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module exists; an import in it failed
-        raise UsageError(f"role {role!r}: there is no module {error.name!r} for {entry!r}", hint=_PATH) from None
+    except (ImportError, SyntaxError) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise UsageError(f"role {role!r}: there is no module {missing!r} for {entry!r}", hint=_PATH) from None
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"role {role!r}: module {module!r} cannot be imported: {what}") from error
     if not hasattr(imported, function):
         raise UsageError(f"role {role!r}: module {module!r} has no function {function!r}")
     found = getattr(imported, function)
     if not callable(found):
         raise UsageError(f"role {role!r}: {entry!r} is a {type(found).__name__}, not a function")
+    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise UsageError(
+            f"role {role!r}: a call of {entry!r} runs nothing, because it is a coroutine or a generator",
+            hint="Give a function that runs it: def main(): asyncio.run(...)",
+        )
     return found
 
 

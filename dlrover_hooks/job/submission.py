@@ -38,8 +38,8 @@ def submit(
         UsageError: there is no such backend, or DLROVER_HOOKS_PLUGINS names a plug-in that is not installed.
         TypeError: the backend has no such option.
         MissingExtra: Ray is not installed.
-        Conflict: a job of this name already runs on the Ray cluster.
-        LaunchError: the job could not be started, or a job of this name already runs on this machine.
+        Conflict: a job of this name already runs.
+        LaunchError: the job could not be started.
     """
     if backend not in _BACKENDS:
         raise UsageError(f"backend={backend!r}: there are {' and '.join(repr(one) for one in _BACKENDS)}")

@@ -131,10 +131,12 @@ class Worker:
             if end.code not in (None, 0):
                 return Outcome(p.WorkerCause.RAISED, f"exit code {end.code}")
         except UsageError as error:
+            if error.__cause__ is not None:
+                sys.stderr.write(_trace(error.__cause__))
             log.error("%s", error)
-            return Outcome(p.WorkerCause.WRONG_SETTING, " ".join(str(error).split()))
+            return Outcome(p.WorkerCause.WRONG_SETTING, " ".join(_sendable(str(error)).split()))
         except BaseException as error:
-            trace = "".join(traceback.format_exception(error))
+            trace = _trace(error)
             sys.stderr.write(trace)
             return Outcome(p.WorkerCause.RAISED, f"{_headline(error)}\n{trace}")
         return Outcome()
@@ -225,7 +227,17 @@ class Worker:
 
 def _headline(error: BaseException) -> str:
     """Type of the exception and first line of its message."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+    lines = _sendable("".join(traceback.format_exception_only(error))).strip().splitlines()
+    return lines[-1] if isinstance(error, SyntaxError) else lines[0]  # the lines before it show the source
+
+
+def _trace(error: BaseException) -> str:
+    return _sendable("".join(traceback.format_exception(error)))
+
+
+def _sendable(text: str) -> str:
+    """`text` with lone surrogates, which UTF-8 cannot represent, written as escape sequences."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class ResolvedCalls:

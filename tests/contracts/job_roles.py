@@ -79,6 +79,17 @@ def raise_always() -> None:
     raise RuntimeError("this model does not fit")
 
 
+class Unspeakable(Exception):
+    """Its text has a lone surrogate, which UTF-8 cannot represent."""
+
+    def __str__(self) -> str:
+        return "no \ud800 such prompt"
+
+
+def raise_unspeakable() -> None:
+    raise Unspeakable
+
+
 def raise_once() -> None:
     if current_worker().life == 1:
         raise RuntimeError("a bad start")

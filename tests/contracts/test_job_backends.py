@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.errors import HooksError
+from dlrover_hooks.errors import Conflict
 from dlrover_hooks.job import DLJobBuilder, JobSpec
 from tests.waiting import WAIT_S, until
 
@@ -352,6 +352,12 @@ def test_a_worker_that_raises_once_is_done_in_its_second_life(backend: Backend) 
     assert events(handle, "lost") == [("lost", "main", 0, 1, "raised")]
 
 
+def test_an_exception_whose_text_cannot_be_sent_is_reported(backend: Backend) -> None:
+    handle = backend.submit(backend.job().role("main").run(f"{ROLES}:raise_unspeakable").restarts(0).build())
+    assert handle.wait(60) == 1
+    assert r"raised: tests.contracts.job_roles.Unspeakable: no \ud800 such prompt" in handle.status().reason
+
+
 def test_preemptions_have_a_budget_of_their_own(backend: Backend) -> None:
     handle = backend.submit(backend.job().role("main").run(f"{ROLES}:leave_once").restarts(0).build())
     assert handle.wait(60) == 0, handle.status()
@@ -399,7 +405,7 @@ def test_a_user_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
 def test_a_second_job_of_one_name_is_refused(backend: Backend) -> None:
     spec = backend.job().role("main").run(f"{ROLES}:wait").build()
     handle = backend.submit(spec)
-    with pytest.raises(HooksError, match="already"):
+    with pytest.raises(Conflict, match="already"):
         spec.submit(backend=backend.name, wait=False)
     handle.stop()
     again = backend.submit(spec)

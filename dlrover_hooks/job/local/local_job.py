@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 
 import msgspec
 
 from dlrover_hooks import config as settings, protocol as p
-from dlrover_hooks.errors import HooksError, LaunchError, MasterAway
+from dlrover_hooks.errors import Conflict, HooksError, LaunchError, MasterAway
 from dlrover_hooks.host.child_process import Child, described
 from dlrover_hooks.job.job_handle import EXIT_CODES
 from dlrover_hooks.job.local.host import host_socket
@@ -31,9 +32,25 @@ def submit(spec: JobSpec, *, plugins: tuple[p.RolePlugin, ...] = ()) -> LocalJob
     """Start a job on this machine. It ends with this process. `plugins`: the plug-ins that its masters import.
 
     Raises:
-        LaunchError: a job of this name already runs on this machine, or the job could not be started.
+        Conflict: a job of this name already runs on this machine.
+        LaunchError: the job could not be started.
     """
     return LocalJob(spec, plugins)
+
+
+@contextlib.contextmanager
+def _only(job: str) -> Iterator[None]:
+    """Raises Conflict if another process of this user runs a job of this name."""
+    with contextlib.ExitStack() as owned:
+        try:
+            owned.enter_context(sole(job, ""))
+        except LaunchError as error:
+            pid = error.message.rpartition(" ")[2]
+            raise Conflict(
+                f"Job {job!r} already runs on this machine: process {pid} has submitted it.",
+                hint="Stop it first, or submit(job_name=ANOTHER).",
+            ) from None
+        yield
 
 
 class LocalJob:
@@ -42,7 +59,7 @@ class LocalJob:
     def __init__(self, spec: JobSpec, plugins: tuple[p.RolePlugin, ...]) -> None:
         self._spec, self._token = spec, secrets.token_hex(16)
         with contextlib.ExitStack() as owned:
-            owned.enter_context(sole(spec.name, ""))
+            owned.enter_context(_only(spec.name))
             self._folder = os.path.join(settings.runtime_dir(), f"job-{uuid.uuid4().hex[:12]}")
             os.makedirs(self._folder, mode=0o700)
             owned.callback(shutil.rmtree, self._folder, ignore_errors=True)

@@ -10,6 +10,8 @@ import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 import msgspec
@@ -22,6 +24,8 @@ from dlrover_hooks.job.sub_master import client_of
 from dlrover_hooks.job.worker_context import CALL_S
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
 from dlrover_hooks.protocol import AGAIN, WorkerCause
+
+_THREADS_S = 10.0
 
 
 def main() -> None:
@@ -46,6 +50,19 @@ def main() -> None:
         sys.stdout.flush()
     if outcome.cause is not None:
         os._exit(1)
+    _name_threads()
+
+
+def _name_threads() -> None:
+    """Python ends this process once all threads that are no daemons have ended: say which do not."""
+    deadline = time.monotonic() + _THREADS_S
+    for one in threading.enumerate():
+        if one is not threading.current_thread() and not one.daemon:
+            one.join(max(0.0, deadline - time.monotonic()))
+            if one.is_alive():
+                logging.getLogger("dlrover_hooks.job").warning(
+                    "the function has returned, and this process waits for its thread %r", one.name
+                )
 
 
 def run(folder: str, place: WorkerPlace) -> Outcome:

@@ -86,11 +86,9 @@ def test_a_function_that_is_not_there_is_the_users_to_correct(folder: Path) -> N
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("import nowhere_of_test", ModuleNotFoundError, "nowhere_of_test"),
         ("import math\nmath.sinus", AttributeError, "sinus"),
         ("raise AttributeError('work')", AttributeError, "work"),
         ("1 / 0", ZeroDivisionError, "division"),
-        ("def work(:", SyntaxError, "invalid syntax"),
     ],
 )
 def test_an_error_in_the_module_is_raised_as_it_is(folder: Path, text: str, error: type[Exception], words: str) -> None:
@@ -98,6 +96,31 @@ def test_an_error_in_the_module_is_raised_as_it_is(folder: Path, text: str, erro
     write(folder, "ppo_of_test.py", text + "\n\ndef work():\n    pass\n")
     with pytest.raises(error, match=words):
         load("ppo_of_test:work", "actor")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import nowhere_of_test", "ModuleNotFoundError: No module named 'nowhere_of_test'"),
+        ("from math import sinus", "ImportError: cannot import name 'sinus'"),
+        ("def work(:", r"SyntaxError: invalid syntax \(ppo_of_test.py, line 1\)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_the_users_to_correct(folder: Path, text: str, words: str) -> None:
+    write(folder, "ppo_of_test.py", text + "\n\ndef work():\n    pass\n")
+    with pytest.raises(UsageError, match=f"role 'actor': module 'ppo_of_test' cannot be imported: {words}") as refused:
+        load("ppo_of_test:work", "actor")
+    assert refused.value.__cause__ is not None  # its traceback is printed
+
+
+@pytest.mark.parametrize(
+    "text", ["async def work():\n    pass", "def work():\n    yield", "async def work():\n    yield"]
+)
+def test_a_function_whose_call_runs_nothing_is_refused(folder: Path, text: str) -> None:
+    write(folder, "ppo_of_test.py", text + "\n")
+    with pytest.raises(UsageError, match="a call of 'ppo_of_test:work' runs nothing") as refused:
+        load("ppo_of_test:work", "actor")
+    assert "asyncio.run" in refused.value.hint
 
 
 def test_a_script_runs_as_main_with_its_arguments_and_imports_what_is_beside_it(folder: Path) -> None:
