@@ -304,7 +304,8 @@ class Session:
             reason = p.Departure.FAILED
         self._reporter.stop()
         if not self.place.incarnation and not self.place.rank:  # a launcher prints its own final message
-            say_farewell(self.config, self._reporter, self._end, self._cut_at, reason)
+            linger_s = self.place.keeper_linger_s
+            say_farewell(self.config, linger_s, self._reporter, self._end, self._cut_at, reason)
         try:
             self._caller.call(p.Leave(self.config.job, self._incarnation, reason, step), timeout_s=5.0)
         except (MasterAway, MasterError) as error:

@@ -364,3 +364,19 @@ def test_the_sft_example_learns(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]
     assert len(losses) == 2, said
     assert losses[1] < losses[0] - 0.3, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [("--kill",), deep(())])
+def test_the_ray_train_example_loses_a_worker_and_no_sample(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """The script itself checks that the model has each sample once per epoch."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
+    command = [sys.executable, str(ROOT / "examples/ray_train/train.py"), *options]
+    with tempfile.TemporaryDirectory() as short:  # for sockets, as above
+        env |= {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": short, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    found = re.search(r"250 steps, (\d+) made again", done.stdout)
+    assert found is not None, done.stdout
+    assert (int(found[1]) > 0) == bool(options), done.stdout

@@ -12,24 +12,14 @@ The spellings of DLRover's `DLJobBuilder` are aliases: `node_num`, `device_per_n
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from typing import Any, get_args
-
-import msgspec
+from typing import Any, cast
 
 from dlrover_hooks.config.duration import seconds
-from dlrover_hooks.errors import JobSpecError, UsageError
-from dlrover_hooks.job.spec import Collocation, Device, JobSpec, Policy, find_problems
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.job.spec import JobSpec, Policy, checked_job, config_problem
 
 _MB_PER_GB = 1000.0
-_ADVICE = {
-    "on_failure": f": give one of {', '.join(get_args(Policy))}",
-    "device": f": give one of {', '.join(get_args(Device))}",
-    "entry": ": give it as 'package.module:function'",
-}
-"""By name of a field: what to give instead of a value that has a wrong type."""
 
 
 class DLJobBuilder:
@@ -45,7 +35,7 @@ class DLJobBuilder:
         self._name = name
         self._fields: dict[str, Any] = {}
         self._roles: list[RoleBuilder] = []
-        self._collocations: list[Collocation] = []
+        self._collocations: list[dict[str, Any]] = []
         self._apart: list[tuple[str, ...]] = []
         self._problems: list[str] = []
 
@@ -61,18 +51,19 @@ class DLJobBuilder:
             config: a mapping, or an object whose attributes are the settings.
             more: further settings. All values must be representable as JSON.
         """
-        given = _as_dict(config)
-        try:
-            json.dumps(msgspec.to_builtins(given | more), allow_nan=False)  # msgspec would write inf and nan as null
-        except (TypeError, ValueError) as error:
-            self._problems.append(f"config(): {error}: use finite numbers, text, lists and dicts")
+        if not isinstance(config, Mapping) and not hasattr(config, "__dict__") and config is not None:
+            self._problems.append(f"config(): {config!r:.200} is neither a mapping nor an object with attributes")
             return self
-        self._fields["config"] = self._fields.get("config", {}) | given | more
+        given = _as_dict(config) | more
+        if problem := config_problem(given):
+            self._problems.append(problem)
+            return self
+        self._fields["config"] = self._fields.get("config", {}) | given
         return self
 
     def env(self, variables: Mapping[str, str] | None = None, /, **more: str) -> DLJobBuilder:
         """Add environment variables of all workers."""
-        self._fields["env"] = self._fields.get("env", {}) | _texts(variables, more)
+        _add_variables(self._fields, self._problems, variables, more)
         return self
 
     def state(self, url: str) -> DLJobBuilder:
@@ -129,7 +120,7 @@ class DLJobBuilder:
             roles: names of the roles.
             share: by role, which part of one device its worker uses. The workers then share this device.
         """
-        self._collocations.append(Collocation(roles=roles, share=dict(share or {})))
+        self._collocations.append({"roles": roles, "share": {} if share is None else share})
         return self
 
     def affinity(self, *roles: str) -> DLJobBuilder:
@@ -149,24 +140,18 @@ class DLJobBuilder:
         """Return the checked job.
 
         Raises:
-            JobSpecError: lists all wrong values. If one has a wrong type, only the first such value is listed.
+            JobSpecError: lists all wrong values.
         """
         problems = list(self._problems)
         for role in self._roles:
-            problems += [f"role {role.name!r}: {problem}" for problem in role.problems]
+            problems += [f"role {role.name!r:.200}: {problem}" for problem in role.problems]
         fields = self._fields | {
             "name": self._name,
             "roles": [role.fields() for role in self._roles],
-            "collocations": msgspec.to_builtins(self._collocations),
+            "collocations": self._collocations,
             "apart": self._apart,
         }
-        try:
-            spec = msgspec.convert(fields, JobSpec)
-        except msgspec.ValidationError as error:
-            raise JobSpecError(self._name, [*problems, _wrong_type(str(error), self._roles)]) from None
-        if problems:
-            raise JobSpecError(self._name, [*problems, *find_problems(spec)])
-        return spec.checked()
+        return checked_job(fields, problems)
 
     # ---- DLRover's spellings ----------------------------------------------------------------------------------------
 
@@ -196,7 +181,7 @@ class DLJobBuilder:
     def with_collocation(self, *roles: str) -> DLJobBuilder:
         """Like `collocate` with an equal `share` of one device for each role."""
         part = int(10_000 / max(1, len(roles))) / 10_000
-        return self.collocate(*roles, share=dict.fromkeys(roles, part))
+        return self.collocate(*roles, share={one: part for one in roles if isinstance(one, str)})
 
     def with_collocation_all(self, *exclude: str) -> DLJobBuilder:
         """Like `with_collocation` of all roles except `exclude`. Call it after all roles were added."""
@@ -210,6 +195,8 @@ class RoleBuilder:
         self.name, self.problems = name, list[str]()
         self._job, self._fields = job, dict[str, Any]()
         self._resources = dict[str, Any]()
+        self._groups: Any = None
+        """How many groups of `per_group` workers `nnodes` was given; None: as many as the workers fill."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(DLJobBuilder, name):
@@ -237,16 +224,18 @@ class RoleBuilder:
     def workers(self, count: int, *, min: int = 0) -> RoleBuilder:
         """Set the number of workers. `min`: see `RoleSpec.min_workers`."""
         self._fields |= {"workers": count, "min_workers": min}
+        self._groups = None
         return self
 
     def per_group(self, count: int) -> RoleBuilder:
         """Set how many workers are placed on one node together, see `RoleSpec.per_group`."""
         self._fields["per_group"] = count
+        self._groups = None
         return self
 
     def env(self, variables: Mapping[str, str] | None = None, /, **more: str) -> RoleBuilder:
         """Add environment variables of the workers of this role. They take precedence over those of the job."""
-        self._fields["env"] = self._fields.get("env", {}) | _texts(variables, more)
+        _add_variables(self._fields, self.problems, variables, more)
         return self
 
     def resource(
@@ -265,8 +254,8 @@ class RoleBuilder:
 
         DLRover's spellings: `memory` and `disk` (10^6 bytes), `accelerator` (like `device`).
         """
-        memory_gb = memory / _MB_PER_GB if memory is not None else memory_gb
-        disk_gb = disk / _MB_PER_GB if disk is not None else disk_gb
+        memory_gb = _gb(memory) if memory is not None else memory_gb
+        disk_gb = _gb(disk) if disk is not None else disk_gb
         device = accelerator if accelerator is not None else device
         given = {"cpu": cpu, "device": device, "memory_gb": memory_gb, "disk_gb": disk_gb}
         self._resources |= {name: value for name, value in given.items() if value is not None}
@@ -305,31 +294,43 @@ class RoleBuilder:
 
     def nnodes(self, count: int) -> RoleBuilder:
         """Like `workers(count * nproc_per_node)`."""
-        self._fields["workers"] = count * self._fields.get("per_group", 1)
+        self._groups = count
+        self._fields["workers"] = _times(count, self._fields.get("per_group", 1))
         return self
 
     def nproc_per_node(self, count: int) -> RoleBuilder:
         """Like `per_group(count)`, but keeps the number of groups, so the number of workers changes."""
-        groups = self._fields.get("workers", 1) // self._fields.get("per_group", 1)
-        self._fields |= {"workers": groups * count, "per_group": count}
+        workers, size = self._fields.get("workers", 1), self._fields.get("per_group", 1)
+        if self._groups is None:
+            self._groups = workers // max(1, size) if _is_count(workers) and _is_count(size) else workers
+        self._fields |= {"workers": _times(self._groups, count), "per_group": count}
         return self
 
 
-def _wrong_type(error: str, roles: list[RoleBuilder]) -> str:
-    """What msgspec says of a value that has a wrong type, with the name of the role instead of its place in a list."""
-    what, _, path = error.partition(" - at `$.")
-    where = path.rstrip("`")
-    if (found := re.fullmatch(r"roles\[(\d+)\]\.(.+)", where)) is not None:
-        where = f"role {roles[int(found[1])].name!r}: {found[2]}"
-    advice = _ADVICE.get(where.rpartition(" ")[2], "")
-    return f"{where}: {what}{advice}" if where else error
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _times(one: Any, other: Any) -> Any:
+    """The product of two numbers; of other values the first that is no number, which `build` then refuses."""
+    wrong = [value for value in (one, other) if not _is_count(value)]
+    return wrong[0] if wrong else one * other
+
+
+def _gb(megabytes: Any) -> Any:
+    """The same size in GB; a value that is no number remains, and `build` refuses it."""
+    return megabytes / _MB_PER_GB if _is_count(megabytes) or isinstance(megabytes, float) else megabytes
+
+
+def _as_dict(config: Any) -> dict[Any, Any]:
     if config is None:
         return {}
-    return dict(config) if isinstance(config, Mapping) else dict(vars(config))
+    return dict(cast("Mapping[Any, Any]", config)) if isinstance(config, Mapping) else dict(vars(config))
 
 
-def _texts(variables: Mapping[str, str] | None, more: Mapping[str, str]) -> dict[str, str]:
-    return {name: str(value) for name, value in {**(variables or {}), **more}.items()}
+def _add_variables(fields: dict[str, Any], problems: list[str], variables: Any, more: Mapping[str, Any]) -> None:
+    if variables is not None and not isinstance(variables, Mapping):
+        problems.append(f"env(): {variables!r:.200} is not a mapping")
+        return
+    given = {**cast("Mapping[Any, Any]", variables or {}), **more}
+    fields["env"] = fields.get("env", {}) | {name: str(value) for name, value in given.items()}

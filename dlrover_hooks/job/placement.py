@@ -7,6 +7,7 @@ the same rank (or group). Roles that must not share a node have a group of bundl
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _PARTS = 10_000
 """Resources are counted in ten-thousandths, as in Ray."""
+RESOLUTION = 1 / _PARTS
+"""The smallest part of a resource."""
 _MOST_STEPS = 20_000
 
 
@@ -72,23 +75,28 @@ def needed(role: RoleSpec, device: str, share: float | None = None) -> dict[str,
 
 def planned(spec: JobSpec) -> PlacementPlan:
     """The plan of a job. The job must have passed the other checks of `find_problems`."""
-    apart = {name for group in spec.apart for name in group}
-    near = tuple(bundle for bundle in _bundles(spec) if bundle.workers[0][0] not in apart)
-    groups = [BundleGroup("near", near)] if near else []
-    for names in spec.apart:
-        bundles = tuple(bundle for bundle in _bundles(spec) if bundle.workers[0][0] in names)
-        name, known = "apart-" + "-".join(names), {one.name for one in groups}
-        groups.append(BundleGroup(name if name not in known else f"{name}-{len(groups)}", bundles, spread=True))
+    sets = {name: number for number, names in enumerate(spec.apart) for name in names}
+    near, apart = list[Bundle](), [list[Bundle]() for _ in spec.apart]
+    for bundle in _bundles(spec):
+        number = sets.get(bundle.workers[0][0])
+        (near if number is None else apart[number]).append(bundle)
+    groups = [BundleGroup("near", tuple(near))] if near else []
+    known = {one.name for one in groups}
+    for names, bundles in zip(spec.apart, apart, strict=True):
+        name = "apart-" + "-".join(names)
+        groups.append(BundleGroup(name if name not in known else f"{name}-{len(groups)}", tuple(bundles), spread=True))
+        known.add(groups[-1].name)
     return PlacementPlan(tuple(groups))
 
 
 def _bundles(spec: JobSpec) -> Iterator[Bundle]:
     roles = {one.name: one for one in spec.roles}
+    collocated = {name: one for one in spec.collocations for name in one.roles}
     seen = set[str]()
     for one in spec.roles:
         if one.name in seen:
             continue
-        together = next((each for each in spec.collocations if one.name in each.roles), None)
+        together = collocated.get(one.name)
         names = together.roles if together is not None else (one.name,)
         seen |= set(names)
         for group in range(one.workers // one.per_group):
@@ -108,9 +116,7 @@ def _bundle(spec: JobSpec, roles: list[RoleSpec], together: Collocation | None, 
     if (
         devices := total.get(spec.device, 0)
     ) > _PARTS and devices % _PARTS:  # above one, Ray reserves whole devices only
-        total[spec.device] = next(
-            count * _PARTS for count in range(1, len(parts) + devices) if _packed([_PARTS] * count, tuple(parts))
-        )
+        total[spec.device] = _devices_for(tuple(parts)) * _PARTS
     resources = {name: amount / _PARTS for name, amount in total.items()}
     return Bundle(resources or {"CPU": 0.001}, tuple(workers))
 
@@ -133,7 +139,7 @@ def find_misfits(spec: JobSpec) -> list[str]:
         for bundle in group.bundles:
             parts = tuple(_units(slots[worker].resources.get(spec.device, 0.0)) for worker in bundle.workers)
             demands.append(_Demand(parts, number if group.spread else -1))
-            if _packed([_PARTS] * spec.devices_per_node, parts) is None:
+            if _packed(_Free(spec.devices_per_node), parts) is None:
                 workers = ", ".join(f"{role} {rank}" for role, rank in bundle.workers)
                 size = sum(parts) / _PARTS
                 whole = "" if size > spec.devices_per_node else ", each of them a part of one device"
@@ -153,32 +159,118 @@ class _Demand(NamedTuple):
     parts: tuple[int, ...]
     apart: int
 
+    @property
+    def room(self) -> int:
+        """A node with less `_Free.room` than this cannot hold it."""
+        return sum(part // _PARTS for part in self.parts) * _PARTS or max(self.parts)
+
 
 def _units(amount: float) -> int:
     """The amount in ten-thousandths, rounded down so that equal parts never add up to more than the whole."""
     return math.floor(amount * _PARTS + 1e-6)
 
 
-def _packed(free: list[int], parts: tuple[int, ...]) -> list[int] | None:
-    """What is left of each device of a node after these workers are placed; None: they do not fit.
+class _Free(NamedTuple):
+    """Devices of a node: how many are whole, and what is left of each used one, in units, sorted. Without full ones."""
+
+    whole: int
+    left: tuple[int, ...] = ()
+
+    @property
+    def room(self) -> int:
+        """The whole devices, in units; without any, what is left of the emptiest one. See `_Demand.room`."""
+        return self.whole * _PARTS or (self.left[-1] if self.left else 0)
+
+
+def _packed(free: _Free, parts: tuple[int, ...]) -> _Free | None:
+    """What is left of the devices of a node after these workers are placed; None: they do not fit.
 
     Best fit, largest first: whole devices first, then each part on the fullest device that has room for it.
     """
-    left = sorted(free)
+    whole, left = free.whole, list(free.left)
     for part in sorted(parts, reverse=True):
-        whole, rest = divmod(part, _PARTS)
-        empty = [at for at, one in enumerate(left) if one == _PARTS]
-        if len(empty) < whole:
-            return None
-        for at in empty[:whole]:
-            left[at] = 0
+        devices, rest = divmod(part, _PARTS)
+        whole -= devices
         if rest:
-            at = next((at for at, one in enumerate(left) if one >= rest), None)
-            if at is None:
-                return None
-            left[at] -= rest
-        left.sort()
-    return left
+            at = bisect_left(left, rest)
+            whole -= at == len(left)
+            unused = (left.pop(at) if at < len(left) else _PARTS) - rest
+            if unused:
+                insort(left, unused)
+        if whole < 0:
+            return None
+    return _Free(whole, tuple(left))
+
+
+def _devices_for(parts: tuple[int, ...]) -> int:
+    """The least number of devices that these workers fit, by the rule of `_packed`: it uses a whole device only if no
+    used one has room, so what it does not use of many devices is not needed."""
+    many = sum(part // _PARTS + 1 for part in parts)
+    packed = _packed(_Free(many), parts)
+    return many - packed.whole if packed is not None else many
+
+
+class _Node(NamedTuple):
+    """A node in the search. Nodes that are equal are interchangeable. `used`: the `apart` of the bundles on it."""
+
+    free: _Free
+    used: frozenset[int]
+
+    def after(self, demand: _Demand) -> _Node | None:
+        """This node with a further bundle; None: it does not fit."""
+        free = None if demand.apart in self.used else _packed(self.free, demand.parts)
+        if free is None:
+            return None
+        return _Node(free, self.used | {demand.apart} if demand.apart >= 0 else self.used)
+
+
+class _Nodes:
+    """The nodes in the search, sorted by `_Free.room`. Of equal nodes only the number is stored."""
+
+    def __init__(self, node: _Node, count: int) -> None:
+        self._counts, self._serials, self._next = {node: count}, {node: 0}, 1
+        self._sorted = [(node.free.room, 0, node)]
+
+    def with_room(self, room: int) -> Iterator[_Node]:
+        """One of each kind of node that has so much room, the one with the least room first."""
+        for at in range(bisect_left(self._sorted, (room,)), len(self._sorted)):
+            yield self._sorted[at][2]
+
+    def exchange(self, old: _Node, new: _Node) -> None:
+        """Replace a node."""
+        self._counts[old] -= 1
+        if not self._counts[old]:
+            del self._counts[old]
+            del self._sorted[bisect_left(self._sorted, (old.free.room, self._serials.pop(old)))]
+        if new not in self._counts:
+            self._counts[new], self._serials[new] = 0, self._next
+            insort(self._sorted, (new.free.room, self._next, new))
+            self._next += 1
+        self._counts[new] += 1
+
+
+class _Choice:
+    """The place of a bundle in the search. Of equal nodes one is tried."""
+
+    __slots__ = ("_demand", "_made", "_tried")
+
+    def __init__(self, demand: _Demand) -> None:
+        self._demand, self._tried = demand, set[_Node]()
+        self._made: tuple[_Node, _Node] | None = None
+
+    def next(self, nodes: _Nodes) -> bool:
+        """Undo the present choice and make the next one; False: there is none."""
+        if self._made is not None:
+            nodes.exchange(self._made[1], self._made[0])
+        self._made = None
+        for node in nodes.with_room(self._demand.room):
+            if node in self._tried or (after := node.after(self._demand)) is None:
+                continue
+            self._tried.add(node)
+            self._made = (node, after)
+            nodes.exchange(node, after)
+            return True
+        return False
 
 
 def _fit(demands: list[_Demand], nodes: int, devices: int) -> bool:
@@ -187,25 +279,12 @@ def _fit(demands: list[_Demand], nodes: int, devices: int) -> bool:
     order = sorted((one for one in demands if any(one.parts) or one.apart >= 0), key=lambda one: -sum(one.parts))
     if sum(sum(one.parts) for one in order) > nodes * devices * _PARTS:
         return False
-    steps = 0
-
-    def place(at: int, free: list[list[int]], used: list[frozenset[int]]) -> bool:
-        nonlocal steps
+    like, choices, steps = _Nodes(_Node(_Free(devices), frozenset()), nodes), list[_Choice](), 1
+    while len(choices) < len(order) and steps <= _MOST_STEPS:
+        choices.append(_Choice(order[len(choices)]))
+        while not choices[-1].next(like):
+            choices.pop()
+            if not choices:
+                return False
         steps += 1
-        if at == len(order) or steps > _MOST_STEPS:
-            return True
-        tried = set[tuple[tuple[int, ...], frozenset[int]]]()
-        for node in range(nodes):
-            like = (tuple(free[node]), used[node])
-            if like in tried or order[at].apart in used[node]:
-                continue
-            tried.add(like)
-            left = _packed(free[node], order[at].parts)
-            if left is None:
-                continue
-            apart = used[node] | {order[at].apart} if order[at].apart >= 0 else used[node]
-            if place(at + 1, [*free[:node], left, *free[node + 1 :]], [*used[:node], apart, *used[node + 1 :]]):
-                return True
-        return False
-
-    return place(0, [[_PARTS] * devices for _ in range(nodes)], [frozenset()] * nodes)
+    return True

@@ -6,8 +6,10 @@ with one or more functions of `JobPlugin`. All installed plug-ins are used, unle
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -18,7 +20,7 @@ import msgspec
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.job.platform import EndedWorker
-from dlrover_hooks.job.spec import JobSpec
+from dlrover_hooks.job.spec import JobSpec, printable, variable_problems
 from dlrover_hooks.protocol import FailurePolicy, RoleEvent, RolePlugin
 
 log = logging.getLogger("dlrover_hooks.job")
@@ -29,6 +31,8 @@ CALL_S = 10.0
 RELAUNCH_S = 900.0
 _IMPORT = "import"
 _NONE = "none"
+_MOST_TEXT = 4000
+"""Longer texts of failures are cut."""
 
 
 class JobPlugin(Protocol):
@@ -188,13 +192,18 @@ class JobPlugins:
         yield from [name for name, functions in self._functions.items() if function in functions]
 
     def _changed(self, plugin: str, spec: JobSpec) -> JobSpec:
-        found = self._functions[plugin]["prepare_job"](spec)
+        # a copy: a call that fails has no effect, even if it changed dicts of the job
+        found = self._functions[plugin]["prepare_job"](copy.deepcopy(spec))
         if not isinstance(found, JobSpec) or found.name != spec.name:
             raise TypeError(f"it returned {found!r:.200}, not a JobSpec with the name {spec.name!r}")
-        return found.checked()
+        return copy.deepcopy(found.checked())
 
     def _variables(self, plugin: str, spec: JobSpec, role: str, rank: int) -> dict[str, str]:
-        return msgspec.convert(dict(self._functions[plugin]["worker_env"](spec, role, rank)), dict[str, str])
+        given = self._functions[plugin]["worker_env"](copy.deepcopy(spec), role, rank)
+        found = msgspec.convert(dict(given), dict[str, str])
+        if problems := variable_problems(found):
+            raise ValueError("; ".join(problems))
+        return found
 
     def _chosen(self, plugin: str, role: str, end: EndedWorker) -> FailurePolicy | None:
         found = self._functions[plugin]["on_worker_ended"](self._job, role, end)
@@ -203,33 +212,51 @@ class JobPlugins:
         return found
 
     def _replaced(self, plugin: str, nodes: tuple[str, ...]) -> set[str]:
-        return set(self._functions[plugin]["relaunch_nodes"](self._job, nodes)) & set(nodes)
+        found = set(self._functions[plugin]["relaunch_nodes"](self._job, nodes))
+        return {one for one in nodes if one in found}
 
     def _call(self, plugin: str, function: str, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """What `call` returns; None if it failed. It runs on a thread of its own, so that a timeout can abandon it."""
-        answers, raised = list[Any](), list[BaseException]()
+        answers, raised = list[Any](), list[tuple[str, str]]()
 
         def run() -> None:
             try:
                 answers.append(call())
-            except (Exception, SystemExit) as error:
-                raised.append(error)
+            except BaseException as error:  # KeyboardInterrupt and SystemExit, too: a plug-in does not end a process
+                raised.append(_failure_texts(error))
 
         thread = BackgroundThread(f"dlrover-hooks-plugin-{plugin}", run, where=f"job {self._job}", on_error="warn")
         thread.start()
         limit_s = self._call_s if timeout_s is None else timeout_s
         if thread.join(limit_s) and answers:
             return answers[0]
-        problem, trace = f"it did not return within {limit_s:g} s; this process does not call the plug-in again", None
+        problem, trace = f"it did not return within {limit_s:g} s; this process does not call the plug-in again", ""
         if raised:
-            known = isinstance(raised[0], HooksError)
-            problem = str(raised[0]) if known else f"{type(raised[0]).__name__}: {raised[0]}"
-            trace = None if known else raised[0]
+            problem, trace = raised[0]
         else:
             self._functions[plugin] = {}
-        log.warning("job %s: %s of plug-in %s failed: %s", self._job, function, plugin, problem, exc_info=trace)
+        log.warning("job %s: %s of plug-in %s failed: %s%s", self._job, function, plugin, problem, trace)
         self._failed(PluginFailure(plugin, function, problem))
         return None
+
+
+def _failure_texts(error: BaseException) -> tuple[str, str]:
+    """What a plug-in raised, and the traceback for the log. The text of an exception of a plug-in may raise, too.
+
+    Called on the thread of the call, so that its timeout applies.
+    """
+    try:
+        said = str(error)
+    except BaseException as second:
+        said = f"its text could not be made: {type(second).__name__}"
+    known = isinstance(error, HooksError)
+    kind = type(error).__name__
+    problem = printable(said if known else f"{kind}: {said}" if said else kind)[:_MOST_TEXT]
+    try:
+        trace = "" if known else printable("\n" + "".join(traceback.format_exception(error)).rstrip())
+    except BaseException:  # attributes of the exception, such as its notes
+        trace = ""
+    return problem, trace
 
 
 def _loaded(name: str) -> dict[str, Callable[..., Any]]:

@@ -17,7 +17,7 @@ import msgspec
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import HooksError, LaunchError, MasterAway
+from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.child_process import Child, described
 from dlrover_hooks.job.platform import MasterPlatform
@@ -195,9 +195,18 @@ class PrimeMaster:
 
 
 def journal_of(spec: JobSpec, folder: str) -> str:
-    """Path or URL of the journal of a job's HTTP master. `folder`: used if the job has no `state`; it is created."""
+    """Path or URL of the journal of a job's HTTP master. `folder`: used if the job has no `state`; it is created.
+
+    Raises UsageError if the folder cannot be created.
+    """
     if spec.state.startswith(("etcd://", "etcds://")):
         return spec.state
     folder = spec.state.removeprefix("file://") or folder
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"job {spec.name}: the folder of its journal cannot be created: {error}",
+            hint="give another one in state(), which the PrimeMaster may write",
+        ) from None
     return os.path.join(folder, f"{spec.name}.journal")

@@ -69,7 +69,7 @@ def _finished(handle: JobHandle, spec: JobSpec) -> int:
 
 
 def _tell(text: str) -> None:
-    print(f"[dlrover-hooks] {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"[dlrover-hooks] {text}\n")
 
 
 def _with_failures(plugin: RolePlugin, failures: list[PluginFailure]) -> RolePlugin:

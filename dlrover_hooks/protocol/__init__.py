@@ -145,6 +145,8 @@ from dlrover_hooks.protocol.resource_plans import (
     ScalePlan as ScalePlan,
 )
 from dlrover_hooks.protocol.role_messages import (
+    MOST_BUDGET as MOST_BUDGET,
+    MOST_ROLE_WORKERS as MOST_ROLE_WORKERS,
     UNLIMITED as UNLIMITED,
     AwaitRoles as AwaitRoles,
     FailurePolicy as FailurePolicy,

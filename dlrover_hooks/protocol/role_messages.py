@@ -16,7 +16,11 @@ from dlrover_hooks.protocol.base_messages import Count, Message, Passed, Rank, S
 
 UNLIMITED = -1
 """A budget without a limit."""
-Budget = Annotated[int, msgspec.Meta(ge=UNLIMITED, le=1 << 31)]
+MOST_BUDGET = 1 << 31
+"""The largest budget with a limit."""
+MOST_ROLE_WORKERS = 16_384
+"""The largest number of workers of all roles of a job."""
+Budget = Annotated[int, msgspec.Meta(ge=UNLIMITED, le=MOST_BUDGET)]
 """How often something may happen within `RoleBudgets.window_s`; or `UNLIMITED`."""
 
 

@@ -36,18 +36,27 @@ class FinalSaveOutcome(enum.Enum):
 
 
 def farewell(
-    config: Config, kept: p.Generation | None, durable: p.Generation | None, end: FinalSaveOutcome, last_cut: int
+    config: Config,
+    kept: p.Generation | None,
+    durable: p.Generation | None,
+    end: FinalSaveOutcome,
+    last_cut: int,
+    keeper_linger_s: float | None = None,
 ) -> str:
     """What an unfinished run leaves in the keeper that was started for it, and how to resume.
 
     `kept`: the newest generation known to be complete in memory; the notice of `last_cut` may still be missing.
+    `keeper_linger_s`: that of the place, set where something else starts the workers again, such as Ray Train.
     """
     place, again = config.save_to, "start the same command to go on"
     if not config.named:
         again = f"to go on, start it with DLROVER_HOOKS_JOB={config.job}: it has no name of its own"
+    elif keeper_linger_s is not None:
+        again = "this worker goes on there at its next start"
     what = f"step {kept.step}" if kept is not None else "the newest checkpoint"
     what += " (or a later one)" if kept is not None and kept.step < last_cut else ""
-    memory = f"{what} is in memory for {config.linger_s / 60:g} min"
+    linger_s = config.linger_s if keeper_linger_s is None else keeper_linger_s
+    memory = f"{what} is in memory for {linger_s / 60:g} min"
     if place is None:
         return f"{memory} (no save_to is set); {again}" if config.named else "nothing is kept: no save_to, no job name"
     if durable is not None and durable == kept:
@@ -59,12 +68,20 @@ def farewell(
     return f"{memory}, and is being written to {place}; {again}"
 
 
-def say_farewell(config: Config, reporter: Reporter, end: FinalSaveOutcome, last_cut: int, reason: p.Departure) -> None:
+def say_farewell(
+    config: Config,
+    keeper_linger_s: float | None,
+    reporter: Reporter,
+    end: FinalSaveOutcome,
+    last_cut: int,
+    reason: p.Departure,
+) -> None:
     """Log the farewell, unless the run has finished or saved nothing."""
     kept = reporter.generations.newest_complete
     if (reason is p.Departure.DONE and end is FinalSaveOutcome.DURABLE) or (kept is None and last_cut < 0):
         return
-    log.warning("job %s: %s", config.job, farewell(config, kept, reporter.newest_committed, end, last_cut))
+    said = farewell(config, kept, reporter.newest_committed, end, last_cut, keeper_linger_s)
+    log.warning("job %s: %s", config.job, said)
 
 
 class LastSave:

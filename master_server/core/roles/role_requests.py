@@ -12,8 +12,10 @@ from dlrover_hooks.errors import BadRequest, Conflict, Stale
 from dlrover_hooks.master.core.effects import Wake, roles_topic, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm
 from dlrover_hooks.master.core.roles import failure_policies, role_state
-from dlrover_hooks.master.core.roles.role_state import MOST_WORKERS, RoleJob, WorkerRecord, find, note
+from dlrover_hooks.master.core.roles.role_state import RoleJob, WorkerRecord, find, note
 from dlrover_hooks.protocol import (
+    MOST_BUDGET,
+    MOST_ROLE_WORKERS,
     UNLIMITED,
     AwaitRoles,
     Done,
@@ -36,7 +38,6 @@ from dlrover_hooks.protocol import (
 
 _MOST_TEXT = 4000
 """Longer texts are shortened to about this many characters."""
-_MOST_BUDGET = 1 << 31
 _END = "End this process: another one has its rank, or the job is over."
 
 
@@ -69,14 +70,14 @@ def _check(job: Job, event: StartRoles) -> None:
     if not any(one.driver for one in event.roles):
         raise BadRequest(f"Job {job.name!r} has no driver role, so it would never end.", hint="Leave out not_driver().")
     total = sum(one.workers for one in event.roles)
-    if min(one.workers for one in event.roles) < 1 or total > MOST_WORKERS:
+    if min(one.workers for one in event.roles) < 1 or total > MOST_ROLE_WORKERS:
         raise BadRequest(
             f"The roles of job {job.name!r} have {[one.workers for one in event.roles]} workers.",
-            hint=f"Each needs at least one, and all together have at most {MOST_WORKERS}.",
+            hint=f"Each needs at least one, and all together have at most {MOST_ROLE_WORKERS}.",
         )
     limits = [event.budgets.job_restarts, event.budgets.preemptions, event.budgets.node_failures]
     limits += [limit for one in event.roles for limit in (one.worker_restarts, one.role_restarts)]
-    for wrong in [one for one in limits if not UNLIMITED <= one <= _MOST_BUDGET]:
+    for wrong in [one for one in limits if not UNLIMITED <= one <= MOST_BUDGET]:
         raise BadRequest(f"A budget of job {job.name!r} is {wrong}.", hint="Give 0 or more, or -1 for no limit.")
     if job.ps is not None or job.scaling is not None:
         raise BadRequest(

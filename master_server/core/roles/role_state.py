@@ -21,7 +21,6 @@ from dlrover_hooks.protocol import (
 
 MOST_EVENTS = 500
 """How many events are kept. Budgets are counted separately, so dropping an event changes none."""
-MOST_WORKERS = 16384
 MOST_FORMER = 100
 
 

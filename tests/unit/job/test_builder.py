@@ -11,12 +11,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import JobSpecError
 from dlrover_hooks.job import DLJobBuilder, JobSpec
 from dlrover_hooks.job.spec import Collocation, RoleResources, RoleSpec, find_problems
+from dlrover_hooks.protocol import MOST_BUDGET, MOST_ROLE_WORKERS
 
 ENTRY = "ppo.roles:work"
 
@@ -145,6 +147,21 @@ def test_the_spellings_of_dlrover_describe_the_same_job() -> None:
         .build()
     )  # fmt: skip
     assert theirs == ours
+
+
+@pytest.mark.parametrize("state", ["", "state", "/state", "file:///state", "etcd://host", "etcds://me@a:1,b:2/name"])
+def test_states_that_a_master_can_use_are_accepted(state: str) -> None:
+    assert job().state(state).build().state == state
+
+
+def test_the_largest_budgets_and_numbers_are_accepted() -> None:
+    """By the messages and the master as well."""
+    built = job().nodes(MOST_ROLE_WORKERS, devices_per_node=1)
+    built.role("a").run(ENTRY).workers(MOST_ROLE_WORKERS - 6).restarts(MOST_BUDGET, role=MOST_BUDGET)
+    spec = built.restarts(job=MOST_BUDGET, preemption=MOST_BUDGET, node=MOST_BUDGET).build()
+    rules = list(spec.rules())
+    assert msgspec.convert(msgspec.to_builtins(rules), list[p.RoleRules]) == rules
+    assert msgspec.convert(msgspec.to_builtins(spec.budgets()), p.RoleBudgets) == spec.budgets()
 
 
 @pytest.mark.parametrize("processes_first", [False, True])
@@ -329,6 +346,72 @@ WRONG: dict[str, tuple[Callable[[], DLJobBuilder], tuple[str, ...]]] = {
         lambda: job().role("a").run(ENTRY).workers(2).per_group(2).spread("a"),
         ("role 'a' has per_group() above 1",),
     ),
+    "empty variable": (lambda: job().env({"": "1"}), ("env(): ''", "not be empty")),
+    "variable with =": (lambda: job().env({"A=B": "1"}), ("env(): 'A=B'", "contain '='")),
+    "variable with NUL": (lambda: job().env({"A\0B": "1"}), ("env(): 'A\\x00B'",)),
+    "value with NUL": (lambda: job().env(A="x\0y"), ("env(): the value of 'A' contains NUL",)),
+    "value of a role with NUL": (
+        lambda: job().role("a").run(ENTRY).env(A="\0").end(),
+        ("role 'a'", "the value of 'A' contains NUL"),
+    ),
+    "variables": (lambda: job().env(5), ("env(): 5 is not a mapping",)),  # pyright: ignore[reportArgumentType]
+    "config": (lambda: job().config(5), ("config(): 5 is neither a mapping nor",)),
+    "large job budget": (
+        lambda: job().restarts(job=MOST_BUDGET + 1),
+        ("restarts(job=2147483649)", "at most 2147483648, or -1"),
+    ),
+    "large worker budget": (
+        lambda: job().role("a").run(ENTRY).restarts(10**12).end(),
+        ("role 'a'", "worker=1000000000000", "at most 2147483648"),
+    ),
+    "many workers": (
+        lambda: job().role("a").run(ENTRY).workers(MOST_ROLE_WORKERS - 5).end(),
+        ("16385 workers", "at most 16384"),
+    ),
+    "many nodes": (lambda: job().nodes(1 << 70, devices_per_node=8), ("nodes with 8", "at most")),
+    "long window": (lambda: job().restarts(window=1e10), ("window", "at most 10^9 s")),
+    "long ready": (lambda: job().ready_within(1e10), ("ready", "at most 10^9 s")),
+    "long silence": (lambda: job().silent_after(1e10), ("silent_after", "at most 10^9 s")),
+    "state": (lambda: job().state("s3://bucket/job"), ("state('s3://bucket/job')", "a folder, file://")),
+    "state of etcd": (lambda: job().state("etcd:///name"), ("state(", "etcd://HOST")),
+    "state with a password": (lambda: job().state("etcds://me:secret@host"), ("state(", "without a password")),
+    "state without folder": (lambda: job().state("file://"), ("state('file://')", "a folder")),
+    "state with NUL": (lambda: job().state("/a\0"), ("state(", "contains NUL")),
+    "surrogate in a value": (lambda: job().env(A="x\udcff"), ("the value of 'A'", "lone surrogate")),
+    "surrogate in a config": (lambda: job().config(path=[{"a": "x\udcff"}]), ("config()", "lone surrogate", "\\udcff")),
+    "surrogate in a name": (lambda: job("x\udcff"), ("the job's name is 'x\\udcff'",)),
+    "surrogate in a role": (lambda: job().role("x\udcff").run(ENTRY).end(), ("role 'x\\udcff'", "its name")),
+    "surrogate in an entry": (
+        lambda: job().role("a").run("run.py x\udcff").end(),
+        ("role 'a'", "'run.py x\\udcff'", "lone surrogate"),
+    ),
+    "surrogate in a resource": (
+        lambda: job().role("a").run(ENTRY).resource(**{"x\udcff": 1}).end(),
+        ("role 'a'", "resource()", "lone surrogate"),
+    ),
+    "surrogate in a state": (lambda: job().state("x\udcff"), ("state(", "lone surrogate")),
+    "surrogate in a policy": (
+        lambda: job().role("a").run(ENTRY).restarts(on_failure="x\udcff").end(),  # pyright: ignore[reportArgumentType]
+        ("role 'a': on_failure",),
+    ),
+    "share of NaN": (
+        lambda: job().collocate("actor", share={"actor": math.nan}),
+        ("collocate(share=)", "parts above 0"),
+    ),
+    "small share": (lambda: job().collocate("actor", share={"actor": 1e-5}), ("collocate(share=)", "part is 0.0001")),
+    "share of a wrong type": (
+        lambda: job().collocate("actor", share="x"),  # pyright: ignore[reportArgumentType]
+        ("collocations[0].share: Expected `object`",),
+    ),
+    "small device": (
+        lambda: job().role("a").run(ENTRY).resource(device=0.00001).end(),
+        ("role 'a'", "resource(device=1e-05)", "smallest part is 0.0001"),
+    ),
+    "large resource": (lambda: job().role("a").run(ENTRY).resource(memory_gb=1e300).end(), ("memory_gb=1e+300",)),
+    "memory of a wrong type": (
+        lambda: job().role("a").run(ENTRY).resource(memory="x").end(),  # pyright: ignore[reportArgumentType]
+        ("role 'a': resources.memory_gb: Expected `float`",),
+    ),
     "spread twice": (lambda: job().spread("reward").spread("reward"), ("role 'reward' is in two sets",)),
 }
 
@@ -348,6 +431,85 @@ def test_a_value_of_a_wrong_type_is_named() -> None:
     (problem,) = problems(job().nodes("two").build)  # pyright: ignore[reportArgumentType]
     assert "`int`" in problem
     assert "nodes" in problem
+
+
+def test_all_values_of_a_wrong_type_are_named_and_hide_nothing_else() -> None:
+    """A value of a wrong type causes no second problem: neither `min` nor `per_group` of role a is one."""
+    wrong: Any = "2"
+    built = job().nodes(wrong, devices_per_node=wrong).restarts(job=-5)
+    built.role("a").train(ENTRY).workers(wrong, min=3).per_group(2).restarts(on_failure="rejoin").resource(cpu=wrong)
+    built.role("b").run("").workers(0).env({wrong: "\0"})
+    built.role("c").run(wrong).per_group(wrong).restarts(wrong, on_failure=wrong).collocate("c", "actor")
+    built.collocate("x").spread("y")
+    assert problems(built.build) == [
+        "role 'a': workers: Expected `int`, got `str`",
+        "role 'a': resources.cpu: Expected `float`, got `str`",
+        "role 'c': per_group: Expected `int`, got `str`",
+        "role 'c': on_failure: Invalid enum value '2': give one of replace, rejoin, role, job, fail",
+        "role 'c': worker_restarts: Expected `int`, got `str`",
+        "nodes: Expected `int`, got `str`",
+        "devices_per_node: Expected `int`, got `str`",
+        "restarts(job=-5): give 0 or more, or -1 for no limit",
+        "role 'b': it has no function: call run(ENTRY) or train(ENTRY)",
+        "role 'b': workers(0): give 1 or more",
+        "role 'b': env(): the value of '2' contains NUL",
+        "role 'c': '2' is no entry point: write package.module:function, or 'script.py ARGUMENTS'",
+        "collocate(): there is no role 'x'",
+        "spread(): there is no role 'y'",
+    ]
+
+
+def test_names_of_a_wrong_type_cause_no_other_problems() -> None:
+    wrong: Any = 5
+    built = job(wrong).role(wrong).run(wrong).role(wrong).run(ENTRY).collocate("actor", "5").spread(wrong)
+    assert problems(built.build) == [
+        "name: Expected `str`, got `int`",
+        "role 5: name: Expected `str`, got `int`",
+        "role 5: entry: Expected `str`, got `int`: give it as 'package.module:function'",
+        "role 5: name: Expected `str`, got `int`",
+        "apart[0][0]: Expected `str`, got `int`",
+    ]
+
+
+def test_a_spec_that_was_made_with_wrong_types_is_refused() -> None:
+    wrong: Any = "2"
+    roles: Any = [RoleSpec(name="a", entry=ENTRY, workers=wrong, env={"X": wrong, "Y": 1}), 5]  # pyright: ignore
+    spec = JobSpec(name="x", roles=roles, nodes=wrong, config={"a": object()})
+    said = problems(spec.checked)
+    assert said[:4] == [
+        "role 'a': workers: Expected `int`, got `str`",
+        "role 'a': env['Y']: Expected `str`, got `int`",
+        "roles[1]: Expected `object`, got `int`",
+        "nodes: Expected `int`, got `str`",
+    ]
+    assert ["config()" in one for one in said[4:]] == [True]
+    assert problems(spec.to_json) == said
+
+
+def test_a_spec_that_was_made_with_other_types_is_converted() -> None:
+    roles: Any = [RoleSpec(name="a", entry=ENTRY, resources=RoleResources(device=1))]
+    spec = JobSpec(name="x", roles=roles).checked()
+    assert (spec.roles, type(spec.roles[0].resources.device)) == (tuple(roles), float)
+
+
+def test_text_that_cannot_be_encoded_is_one_problem_in_json_too() -> None:
+    spec = JobSpec(name="x", roles=(RoleSpec(name="a", entry=ENTRY, env={"A": "x\udcff"}),))
+    (problem,) = problems(spec.to_json)
+    assert problem == "role 'a': env(): the value of 'A' contains a lone surrogate, which UTF-8 cannot represent"
+    assert problems(lambda: JobSpec.from_json('{"name": "\udcff"}'))
+
+
+def test_processes_of_a_node_may_be_given_again() -> None:
+    """They are not checked before `build`, not even if they are 0 or no number."""
+    wrong: Any = "2"
+    built = DLJobBuilder().role("a").run(ENTRY).nproc_per_node(0).nproc_per_node(0)
+    assert problems(built.end().build) == [
+        "role 'a': workers(0): give 1 or more",
+        "role 'a': per_group(0) does not divide 0 workers",
+    ]
+    spec = built.nproc_per_node(3).nnodes(2).nproc_per_node(4).end().build()
+    assert (spec.roles[0].workers, spec.roles[0].per_group) == (8, 4)
+    assert len(problems(built.nnodes(wrong).nproc_per_node(wrong).end().build)) == 2
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

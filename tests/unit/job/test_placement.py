@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover_hooks.errors import JobSpecError
-from dlrover_hooks.job import DLJobBuilder, JobSpec
+from dlrover_hooks.job import DLJobBuilder, JobSpec, placement
 from dlrover_hooks.job.placement import Bundle, BundleGroup, PlacementPlan, WorkerSlot
 
 ENTRY = "ppo.roles:work"
@@ -307,3 +307,38 @@ def test_devices_are_not_checked_for_a_cluster_that_is_not_described(device: str
     built = DLJobBuilder().nodes(1, devices_per_node=1 if device == "CPU" else 0, device=device)
     built.role("actor").run(ENTRY).workers(64).resource(cpu=64, device=0 if device == "CPU" else 8)
     assert len(bundles(built.build())) == 64
+
+
+# ---- large jobs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "workers", "device"), [(200, 1600, 1), (128, 1000, 1), (2048, 16_384, 1),
+                                                          (2048, 16_384, 0.3)])  # fmt: skip
+def test_a_large_job_is_planned(nodes: int, workers: int, device: float) -> None:
+    """The search once went as deep as there are bundles, and ended with RecursionError."""
+    built = job(nodes, 8)
+    built.role("actor").run(ENTRY).workers(workers).resource(device=device)
+    assert len(bundles(built.build())) == workers
+
+
+def test_a_large_job_that_does_not_fit_is_refused() -> None:
+    built = job(200, 8)
+    built.role("actor").run(ENTRY).workers(1601).resource(device=1)
+    assert "1601 devices" in misfit(built)
+
+
+def test_a_large_group_of_parts_of_devices_is_planned() -> None:
+    built = job(1, 3000)
+    built.role("actor").run(ENTRY).workers(8192).per_group(8192).resource(device=0.3)
+    (bundle,) = bundles(built.build())
+    assert bundle.resources["GPU"] == 2731, "three on each device"
+
+
+def test_the_search_gives_up_after_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups of 5 devices on two nodes with 8: the search finds out with its third step."""
+    built = job(2, 8)
+    built.role("actor").run(ENTRY).workers(15).per_group(5).resource(device=1)
+    monkeypatch.setattr(placement, "_MOST_STEPS", 3)
+    assert "15 devices" in misfit(built)
+    monkeypatch.setattr(placement, "_MOST_STEPS", 2)
+    assert len(bundles(built.build())) == 3

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import queue
+from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import MasterAway
+from dlrover_hooks.errors import MasterAway, UsageError
 from dlrover_hooks.job import DLJobBuilder
-from dlrover_hooks.job.prime_master import PrimeMaster, Submission
+from dlrover_hooks.job.prime_master import PrimeMaster, Submission, journal_of
 
 SPEC = DLJobBuilder("job").role("main").run("os:getpid").build()
 
@@ -74,3 +76,11 @@ def test_a_master_that_ends_is_started_again_whatever_is_asked_next(after: type[
     assert platform.result == roles
     assert roles.phase is p.JobPhase.DONE
     assert http.asked == [p.StartRoles, p.MasterRestarted, p.AwaitRoles, p.ShowRoles]
+
+
+def test_a_folder_of_the_journal_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = msgspec.structs.replace(SPEC, state=f"file://{tmp_path}/file/x")
+    with pytest.raises(UsageError, match=r"(?s)job job: the folder of its journal cannot be created.*state\(\)"):
+        journal_of(spec, str(tmp_path))
+    assert journal_of(SPEC, str(tmp_path / "new")) == str(tmp_path / "new" / "job.journal")

@@ -13,9 +13,9 @@ from dlrover_hooks.master.core import job_registry, views
 from dlrover_hooks.master.core.effects import Deadline, Wake
 from dlrover_hooks.master.core.events import ForgetFinished, Key, Lost
 from dlrover_hooks.master.core.heartbeats import Nodes
-from dlrover_hooks.master.core.roles.role_state import MOST_EVENTS, MOST_WORKERS
+from dlrover_hooks.master.core.roles.role_state import MOST_EVENTS
 from dlrover_hooks.master.failure_detector import Liveness
-from dlrover_hooks.protocol import FailurePolicy, JobPhase, RoleBudgets, RoleRules, WorkerCause
+from dlrover_hooks.protocol import MOST_ROLE_WORKERS, FailurePolicy, JobPhase, RoleBudgets, RoleRules, WorkerCause
 from tests.unit.master.role_world import (
     DONE,
     FAIL,
@@ -162,7 +162,7 @@ def test_the_number_of_changes_goes_on_with_another_submission() -> None:
         ((RoleRules("", 1),), "different names"),
         ((REWARD,), "no driver role"),
         ((actor(workers=0),), "at least one"),
-        ((actor(workers=MOST_WORKERS), REWARD), f"at most {MOST_WORKERS}"),
+        ((actor(workers=MOST_ROLE_WORKERS), REWARD), f"at most {MOST_ROLE_WORKERS}"),
         ((actor(worker=-2),), "-1 for no limit"),
         ((actor(role=-7),), "-7"),
         ((actor(worker=1 << 40),), str(1 << 40)),
