@@ -27,7 +27,7 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
-_COMMANDS = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget", "manifest")
+_COMMANDS = ("run", "check", "vitals", "plans", "scale", "roles", "rehearse", "forget", "manifest")
 
 
 def tables() -> dict[str, str]:

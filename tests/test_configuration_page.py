@@ -16,7 +16,7 @@ from dlrover_hooks.master.brain.__main__ import command as brain
 from tests.manual import DOCS, tables
 
 KEYWORDS = [field for field in msgspec.structs.fields(Config) if field.name != "named"]  # that one is worked out
-TOP = ("run", "check", "vitals", "plans", "scale", "rehearse", "forget", "manifest")
+TOP = ("run", "check", "vitals", "plans", "scale", "roles", "rehearse", "forget", "manifest")
 
 
 def rows(table: str) -> list[list[str]]:

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from dlrover_hooks.launcher.running_jobs import RunningJob
 
 
-def job_master(job: str | None, master: str | None, token: str | None, *, tasks: bool = False) -> RunningJob:
-    """The job and its master. Without the address `master`: a job of this machine, with `tasks` one that can be scaled.
+def job_master(
+    job: str | None, master: str | None, token: str | None, *, tasks: bool = False, roles: bool = False
+) -> RunningJob:
+    """The job and its master. Without the address `master`: a job of this machine, with `tasks` one that can be scaled,
+    with `roles` one of several roles.
 
     `pid` is 0 if the address was given. Raises UsageError.
     """
     from dlrover_hooks.launcher.running_jobs import RunningJob, find
 
     if master is None:
-        return find(job, tasks=tasks)
+        return find(job, tasks=tasks, roles=roles)
     check_url(master)
     if job is None:
         raise UsageError("--master needs a job", hint="give its name")

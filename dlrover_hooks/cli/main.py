@@ -17,6 +17,7 @@ from dlrover_hooks.cli.forget_job import forget
 from dlrover_hooks.cli.manifest import manifest
 from dlrover_hooks.cli.plans import plans
 from dlrover_hooks.cli.rehearse import command as rehearse
+from dlrover_hooks.cli.roles import roles
 from dlrover_hooks.cli.run import run
 from dlrover_hooks.cli.scale import scale
 from dlrover_hooks.cli.vitals import vitals
@@ -65,6 +66,7 @@ def main() -> None:
     dlrover-hooks check
     dlrover-hooks vitals --watch mine
     dlrover-hooks plans mine
+    dlrover-hooks roles --job ppo
     dlrover-hooks rehearse --kill 3 --steps 50 train.py --lr 1e-3
     dlrover-hooks master --port 8780
     dlrover-hooks ckpt ls ckpt/
@@ -77,6 +79,7 @@ main.add_command(ckpt)
 main.add_command(forget)
 main.add_command(manifest)
 main.add_command(plans)
+main.add_command(roles)
 main.add_command(run)
 main.add_command(rehearse)
 main.add_command(scale)

@@ -77,7 +77,7 @@ def _tables(found: JobVitals) -> RenderableType:
     from rich.console import Group
 
     if not found.nodes and not found.ranks and not found.tasks:
-        return f"job {found.job}: no node and no rank of it runs"
+        return f"job {found.job}: no node and no rank of it runs (if it has several roles, use dlrover-hooks roles)"
     parts = (found.nodes, _nodes), (found.ranks, _ranks), (found.tasks, _tasks)
     return Group(*(table(found) for uses, table in parts if uses))
 

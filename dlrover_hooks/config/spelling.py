@@ -15,6 +15,7 @@ _COMMANDS = (
     "VITALS_",
     "SCALE_",
     "PLANS_",
+    "ROLES_",
     "BRAIN_",
     "REHEARSE_",
     "MASTER_",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +167,20 @@ def used(handle: Any) -> dict[str, int]:
     }
 
 
+def command(backend: Backend, handle: Any, *words: str, code: int = 0) -> list[str]:
+    """What `dlrover-hooks roles` prints about the job: its lines, with one space between the columns."""
+    where = []
+    if backend.name == "ray":
+        import ray
+
+        where = ["--ray-address", ray.get_runtime_context().gcs_address]
+    line = [sys.executable, "-m", "dlrover_hooks", "roles", "--job", handle.name, *where, *words]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return [" ".join(one.split()) for one in (done.stdout + done.stderr).splitlines()]
+
+
 def trains(folder: Path, worker: p.RoleWorker, beyond: int = 0) -> int:
     """Wait until a trainer's process has made more than `beyond` steps, and return their number."""
     return counted(folder / f"steps-{worker.pid}", beyond, f"{worker.role} {worker.rank} trains")
@@ -274,6 +290,28 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
     assert not [line for line in arguments if handle.token in line], "every user of the machine can read it"
     backend.end()
     assert handle.wait(60) == 0
+
+
+def test_the_command_shows_a_job_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
+    job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}:wait")
+    handle = backend.submit(job.build())
+    first, other, main = runs(handle, "server", 0), runs(handle, "server", 1), runs(handle, "main", 0)
+    kill(first.pid)
+    second = runs(handle, "server", 0, life=2)
+    lines = command(backend, handle)
+    assert lines[0] == f"job {handle.name}: running"
+    assert f"server 0 2 running {second.node} {second.pid} {second.reason}" in lines, lines
+    assert f"server 1 1 running {other.node} {other.pid}" in lines, lines
+    assert "workers of server 1 10" in lines, lines
+    assert lines[-1].endswith(f"running server 0 2 node {second.node}, pid {second.pid}"), lines
+    assert f"main 0 1 running {main.node} {main.pid}" in command(backend, handle, "--restart", "server")
+    runs(handle, "server", 0, life=3)
+    runs(handle, "server", 1, life=2)
+    assert workers(handle)["main", 0] == main
+    assert used(handle) == {"worker server": 1}
+    assert command(backend, handle, "--stop")[0] == f"job {handle.name}: stopped: a user stopped it"
+    assert handle.wait(60) == 130
+    assert f"{handle.name!r} runs" in command(backend, handle, code=78)[0]
 
 
 @pytest.mark.requirement("DL-21")

@@ -24,6 +24,7 @@ from dlrover_hooks.job.prime_master import Submission
 from dlrover_hooks.job.spec import JobSpec
 from dlrover_hooks.job.sub_master import client_of
 from dlrover_hooks.launcher.launcher_lock import sole
+from dlrover_hooks.launcher.running_jobs import listed
 
 _UP_S, _STATUS_S = 60.0, 20.0
 
@@ -77,6 +78,7 @@ class LocalJob:
             self._client = client_of(self._url, self._token)
             owned.callback(self._client.close)
             self._await_start(submission.id)
+            owned.enter_context(listed(spec.name, self._url, self._token, roles=True))
             self._owned = owned.pop_all()
 
     @property

@@ -113,7 +113,7 @@ def test_short_help_is_whole() -> None:
     """The list of commands is not cut off, and the table of exit codes is the manual's."""
     lines = called("--help").output.splitlines()
     commands = lines[lines.index("Commands:") + 1 :]
-    assert len(commands) == 11
+    assert len(commands) == 12
     assert all(line.endswith(".") and not line.endswith("..") for line in commands)
     page = (Path(__file__).parents[3] / "docs/operate.md").read_text()
     for code in (0, 1, 77, 78, 130, 143):
