@@ -11,10 +11,10 @@ import msgspec
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.job.job_handle import JobHandle
+from dlrover_hooks.job.job_handle import EXIT_CODES, JobHandle
 from dlrover_hooks.job.plugins import JobPlugins, PluginFailure, select
 from dlrover_hooks.job.spec import JobSpec
-from dlrover_hooks.protocol import RolePlugin
+from dlrover_hooks.protocol import JobPhase, RolePlugin
 
 _BACKENDS = {"local": "dlrover_hooks.job.local.local_job", "ray": "dlrover_hooks.integrations.ray"}
 
@@ -29,8 +29,8 @@ def submit(
         job_name: replaces the name in `spec`.
         backend: "local" (processes on this machine) or "ray" (actors).
         wait: True: write to stderr that the job runs, wait for its end, write how it ended, and return the exit code
-            (0 done, 1 failed, 130 stopped). Ctrl-C then stops the job. False: return a `JobHandle` once the job has
-            begun.
+            (0 done, 1 failed, 130 stopped). Ctrl-C then stops the job, also while it is being started. False: return a
+            `JobHandle` once the job has begun.
         options: options of the backend. Only "ray" has one: `address` of the cluster.
 
     Raises:
@@ -48,7 +48,13 @@ def submit(
     plugins = JobPlugins(spec.name, select(settings.plugins()), failures.append)
     spec = plugins.prepared(spec)
     used = tuple(_with_failures(one, failures) for one in plugins.listed())
-    handle: JobHandle = importlib.import_module(_BACKENDS[backend]).submit(spec, plugins=used, **options)
+    try:
+        handle: JobHandle = importlib.import_module(_BACKENDS[backend]).submit(spec, plugins=used, **options)
+    except KeyboardInterrupt:
+        if not wait:
+            raise
+        _tell(f"job {spec.name}: stopped while it was being started")
+        return EXIT_CODES[JobPhase.STOPPED]
     return _finished(handle, spec) if wait else handle
 
 
@@ -56,8 +62,8 @@ def _finished(handle: JobHandle, spec: JobSpec) -> int:
     """Wait for the end of a job; the exit code."""
     began = time.monotonic()
     roles = ", ".join(f"{one.workers} {one.name}" for one in spec.roles)
-    _tell(f"job {handle.name} runs: {roles}. Its master is at {handle.url}. Ctrl-C stops it")
     try:
+        _tell(f"job {handle.name} runs: {roles}. Its master is at {handle.url}. Ctrl-C stops it")
         code = handle.wait()
     except KeyboardInterrupt:
         _tell(f"job {handle.name}: stopping it")

@@ -91,7 +91,7 @@ class RayWorkers:
             elif bad:
                 return f"node {node.id[:12]} does not answer, and no other node has {_amounts(slot.resources)} free"
         amounts = dict(slot.resources)
-        known = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
+        known: dict[str, Any] = {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0)}
         amounts.pop("disk", None)
         if memory := amounts.pop("memory", 0):
             known["memory"] = memory
@@ -185,11 +185,16 @@ def group_name(spec: JobSpec, number: int) -> str:
     return f"{spec.name}/group/{number}"
 
 
-def remove_job(spec: JobSpec, *, but: str = "") -> None:
-    """Kill all actors of a job except `but`, workers first, and remove its placement groups."""
+def remove_job(job: str, *, but: str = "") -> list[str]:
+    """Kill all actors of a job except `but`, workers first, and remove its placement groups.
+
+    Returns the names of the actors that were there.
+    """
+    found = [name for name in cluster_state.actor_names(actor_name(job, "")) if name != but]
     for part in ("worker/", "sub-master/", ""):
-        cluster_state.kill_all(actor_name(spec.name, part), but=but)
-    cluster_state.remove_groups(group_name(spec, number) for number in range(len(spec.plan().groups)))
+        cluster_state.kill_all(actor_name(job, part), but=but)
+    cluster_state.remove_groups(f"{job}/group/")
+    return found
 
 
 class RayMasters:
@@ -278,7 +283,7 @@ class RayMasters:
 
     def finish(self, roles: Roles) -> None:
         """See `MasterPlatform`."""
-        remove_job(self._spec, but=actor_name(self._spec.name, "prime"))
+        remove_job(self._spec.name, but=actor_name(self._spec.name, "prime"))
         cluster_state.put_result(self._spec.name, self._submission.id, roles)
 
 

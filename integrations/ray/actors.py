@@ -17,21 +17,23 @@ import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from dlrover_hooks.errors import CallFailed, HooksError, MasterError, Stale
+from dlrover_hooks.errors import BadRequest, CallFailed, HooksError, LaunchError, MasterError, Stale, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.integrations.ray import cluster_state
-from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers
+from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers, remove_job
 from dlrover_hooks.integrations.ray.cluster_state import JobMaster, actor_name
 from dlrover_hooks.job.prime_master import HttpMaster, PrimeMaster, Submission, journal_of
 from dlrover_hooks.job.sub_master import SubMaster, client_of
 from dlrover_hooks.job.worker_context import CALL_S
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
-from dlrover_hooks.protocol import WorkerCause
+from dlrover_hooks.protocol import JobPhase, Roles, WorkerCause
 
 log = logging.getLogger("dlrover_hooks.job")
 
 _AGAIN_S, _ADDRESS_S, _EXPORT_S = 0.5, 60.0, CALL_S
+_REFUSALS = 2
+"""If the settings of a job are refused so many times, or its HTTP master cannot be started, the job has failed."""
 
 
 class PrimeActor:
@@ -47,25 +49,42 @@ class PrimeActor:
         """The process id."""
         return os.getpid()
 
+    def submission(self) -> str:
+        """The id of the submission that this actor runs."""
+        return self._submission.id
+
     def _run(self) -> None:
+        job, refusals = self._submission.spec.name, 0
         while True:
             try:
                 self._serve()
                 break
             except Stale as error:
-                log.error("job %s: the PrimeMaster ends: %s", self._submission.spec.name, error.message)
+                log.error("job %s: the PrimeMaster ends: %s", job, error.message)
                 os._exit(1)  # a later submission has this name
+            except (LaunchError, UsageError, BadRequest) as error:
+                log.error("job %s: the PrimeMaster cannot run: %s", job, error)
+                refusals += 1
+                if refusals == _REFUSALS:
+                    remove_job(job, but=actor_name(job, "prime"))
+                    failed = Roles(phase=JobPhase.FAILED, reason=f"its PrimeMaster cannot run: {error}")
+                    cluster_state.put_result(job, self._submission.id, failed)
+                    break
             except Exception:
-                log.exception("job %s: the PrimeMaster failed; it tries again", self._submission.spec.name)
-                time.sleep(_AGAIN_S)
-        cluster_state.kill(actor_name(self._submission.spec.name, "prime"))
+                log.exception("job %s: the PrimeMaster failed; it tries again", job)
+            time.sleep(_AGAIN_S)
+        cluster_state.kill(actor_name(job, "prime"))
 
     def _serve(self) -> None:
         submission, job = self._submission, self._submission.spec.name
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        listener = _listener(job, node, host)
+        before = cluster_state.get_address(job)
+        if before is None or before.submission != submission.id:
+            _remove_leftovers(job)
+            before = None
+        listener = _listener(job, host, before if before is not None and before.node == node else None)
         url = f"http://{host}:{listener.getsockname()[1]}"
-        folder = os.path.join(tempfile.gettempdir(), f"dlrover-hooks-ray-{os.getuid()}", submission.id)
+        folder = os.path.join(_journals(job), submission.id)
         http = HttpMaster(listener, journal_of(submission.spec, folder), submission.token, submission.spec.silent_s)
         client = client_of(url, submission.token)
         try:
@@ -75,13 +94,27 @@ class PrimeActor:
             client.close()
             http.close()
             listener.close()
-        shutil.rmtree(folder, ignore_errors=True)  # the job is over
+        shutil.rmtree(_journals(job), ignore_errors=True)  # the job is over
 
 
-def _listener(job: str, node: str, host: str) -> socket.socket:
-    """A listening socket. If the former PrimeMaster was on this node, on its port, so that its clients reconnect."""
-    before = cluster_state.get_address(job)
-    if before is not None and before.node == node:
+def _journals(job: str) -> str:
+    """The folder for journals of a job of this cluster, on this machine."""
+    cluster = ray.get_runtime_context().gcs_address.replace(":", "-")
+    return os.path.join(tempfile.gettempdir(), f"dlrover-hooks-ray-{os.getuid()}", f"{cluster}-{job}")
+
+
+def _remove_leftovers(job: str) -> None:
+    """Remove what an earlier job of this name has left in the cluster, and its journal if that is on this machine."""
+    left = remove_job(job, but=actor_name(job, "prime"))
+    if left:
+        log.warning("job %s: removed %d actors that an earlier job of this name has left", job, len(left))
+    cluster_state.delete_address(job)
+    shutil.rmtree(_journals(job), ignore_errors=True)
+
+
+def _listener(job: str, host: str, before: JobMaster | None) -> socket.socket:
+    """A listening socket. `before`: the former master, if it was on this node. Its port lets clients reconnect."""
+    if before is not None:
         try:
             return listen(int(before.url.rpartition(":")[2]), host)
         except HooksError as error:

@@ -10,7 +10,6 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -28,6 +27,8 @@ from dlrover_hooks.protocol import Roles
 NAMESPACE = "dlrover_hooks"
 _GONE_S, _CONNECT_S, _TASK_S = 15.0, 1.0, 3.0
 _HEAD = "node:__internal_head__"
+_RESULTS = 8
+"""Results of so many submissions of a job are kept, the newest ones."""
 NODE_DIED = "its node has died"
 """Ray's error for a lost node contains this text; there is no other way to recognize it."""
 
@@ -56,26 +57,30 @@ def get_address(job: str) -> JobMaster | None:
     return msgspec.json.decode(found, type=JobMaster) if found else None
 
 
-def put_result(job: str, submission: str, roles: Roles) -> None:
-    """Store the result of a job, and delete the address of its master."""
-    value = msgspec.json.encode([submission, roles])
-    internal_kv._internal_kv_put(_key(job, "result"), value, overwrite=True)
+def delete_address(job: str) -> None:
+    """Delete the address of the job's master."""
     internal_kv._internal_kv_del(_key(job, "master"))
 
 
+def put_result(job: str, submission: str, roles: Roles) -> None:
+    """Store the result of a submission, and delete the address of its master. Only the newest 8 results are kept."""
+    internal_kv._internal_kv_put(_key(job, f"result/{submission}"), msgspec.json.encode(roles), overwrite=True)
+    found = internal_kv._internal_kv_get(_key(job, "results"))
+    kept = [one for one in (msgspec.json.decode(found, type=list[str]) if found else []) if one != submission]
+    for old in kept[: 1 - _RESULTS]:
+        internal_kv._internal_kv_del(_key(job, f"result/{old}"))
+    internal_kv._internal_kv_put(
+        _key(job, "results"), msgspec.json.encode([*kept[1 - _RESULTS :], submission]), overwrite=True
+    )
+    address = get_address(job)
+    if address is not None and address.submission == submission:
+        delete_address(job)
+
+
 def get_result(job: str, submission: str) -> Roles | None:
-    """The result of this submission; None: it is not over."""
-    found = internal_kv._internal_kv_get(_key(job, "result"))
-    if not found:
-        return None
-    of, roles = msgspec.json.decode(found, type=tuple[str, Roles])
-    return roles if of == submission else None
-
-
-def forget(job: str) -> None:
-    """Delete all values of the job."""
-    for what in ("master", "result"):
-        internal_kv._internal_kv_del(_key(job, what))
+    """The result of this submission; None: it is not over, or there were 8 later ones."""
+    found = internal_kv._internal_kv_get(_key(job, f"result/{submission}"))
+    return msgspec.json.decode(found, type=Roles) if found else None
 
 
 # ---- actors ----------------------------------------------------------------------------------------------------------
@@ -117,9 +122,12 @@ def actor(name: str) -> ActorHandle[Any]:
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
-def actor_options(name: str, **more: Any) -> dict[str, Any]:
-    """Options of a detached actor, which runs until it is killed. If it exists already, it is not created again."""
-    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **more}
+def actor_options(name: str, *, get_if_exists: bool = True, **more: Any) -> dict[str, Any]:
+    """Options of a detached actor, which runs until it is killed.
+
+    `get_if_exists`: an actor that exists is not created again. False: creating it raises ValueError if it exists.
+    """
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": get_if_exists, **more}
 
 
 def end_of_actor(text: str) -> str:
@@ -168,11 +176,14 @@ def group_named(name: str) -> PlacementGroup | None:
         return None
 
 
-def remove_groups(names: Iterator[str]) -> None:
-    """Remove these placement groups. Ray frees their resources in the background."""
-    for name in names:
-        if (group := group_named(name)) is not None:
-            remove_placement_group(group)
+def remove_groups(prefix: str) -> None:
+    """Remove the placement groups whose names begin with `prefix`. Ray frees their resources in the background."""
+    table: dict[str, dict[str, Any]] = placement_group_table()
+    for one in table.values():
+        if one["name"].startswith(prefix) and one["state"] != "REMOVED":
+            group = group_named(one["name"])
+            if group is not None:
+                remove_placement_group(group)
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------

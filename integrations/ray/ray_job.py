@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 import time
 import uuid
 from typing import Any
 
 import msgspec
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import Conflict, HooksError, LaunchError, MasterAway
+from dlrover_hooks.errors import Conflict, HooksError, LaunchError, MasterAway, Stale, UsageError
 from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.actor_platform import remove_job
 from dlrover_hooks.integrations.ray.actors import PrimeActor
@@ -32,32 +34,41 @@ _UP_S, _POLL_S, _ENDING_S = 120.0, 2.0, 10.0
 def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePlugin, ...] = ()) -> RayJob:
     """Start a job on a Ray cluster. It continues when this process ends.
 
+    If it raises, also KeyboardInterrupt, nothing of the job is left.
+
     Args:
         spec: the job.
-        address: address of the cluster. None: RAY_ADDRESS; without it a new cluster, which ends with this process. Not
-            used if this process is already connected to Ray.
+        address: address of the cluster. None: the cluster that this process is connected to, or RAY_ADDRESS; without
+            both a new cluster, which ends with this process.
         plugins: the plug-ins that the masters of the job import.
 
     Raises:
         Conflict: a job of this name runs in the cluster.
         LaunchError: the job could not be started within 120 s.
+        UsageError: this process is connected to another cluster than that at `address`.
     """
     _connect(address)
-    _clear_leftovers(spec)
+    prime = actor_name(spec.name, "prime")
+    _await_end(spec.name, prime)
     submission = Submission(spec, uuid.uuid4().hex, secrets.token_hex(16), plugins)
     options = actor_options(
-        actor_name(spec.name, "prime"),
+        prime,
+        get_if_exists=False,  # of two submissions of a name Ray creates one
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=4,
         scheduling_strategy=cluster_state.at_the_head(),
     )
-    ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(submission))
+    try:
+        made: Any = ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(submission))
+    except ValueError:
+        raise _conflict(spec.name) from None
     try:
         return RayJob(submission)
-    except LaunchError:
-        remove_job(spec)
-        cluster_state.forget(spec.name)
+    except BaseException:
+        ray.kill(made)
+        remove_job(spec.name)
+        cluster_state.delete_address(spec.name)
         raise
 
 
@@ -66,14 +77,16 @@ def attach(job: str, *, address: str | None = None) -> RayJob:
 
     Args:
         job: its name.
-        address: address of the cluster. None: that of RAY_ADDRESS, or of a cluster that runs on this machine.
+        address: address of the cluster. None: the cluster that this process is connected to, that of RAY_ADDRESS, or
+            one that runs on this machine.
 
     Raises:
         LaunchError: there is no such cluster, or no such job runs there.
         MasterAway: its master does not answer.
+        UsageError: this process is connected to another cluster than that at `address`.
     """
     try:
-        _connect(address or settings.ray_address() or "auto")
+        _connect(address, otherwise="auto")
     except ConnectionError as error:
         raise LaunchError(f"no Ray cluster was found: {error}", hint="give address=, or set RAY_ADDRESS") from None
     found = cluster_state.get_address(job)
@@ -86,35 +99,66 @@ def attach(job: str, *, address: str | None = None) -> RayJob:
     return RayJob(Submission(spec, found.submission, found.token))
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str | None, *, otherwise: str = "local") -> None:
     if not ray.is_initialized():
-        ray.init(address=address or settings.ray_address() or "local", namespace=NAMESPACE, log_to_driver=True)
-
-
-def _clear_leftovers(spec: JobSpec) -> None:
-    """Remove what an ended job of this name has left. Raises Conflict if a job of this name runs."""
-    prime, found = actor_name(spec.name, "prime"), cluster_state.get_address(spec.name)
-    if found is not None and prime in cluster_state.actor_names(prime):
-        raise Conflict(
-            f"Job {spec.name!r} already runs in this cluster.",
-            hint="Stop it first (integrations.ray.attach(NAME).stop()), or submit(job_name=ANOTHER).",
+        ray.init(address=address or settings.ray_address() or otherwise, namespace=NAMESPACE, log_to_driver=True)
+    elif address is not None and not _is_connected_to(address):
+        raise UsageError(
+            f"this process is connected to the Ray cluster at {ray.get_runtime_context().gcs_address}, not to the one "
+            f"at {address}",
+            hint="call ray.shutdown() before, or leave out address=",
         )
-    if found is None:  # a job that has just ended may still be closing its journal
-        deadline = time.monotonic() + _ENDING_S
-        while prime in cluster_state.actor_names(prime) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    left = cluster_state.actor_names(actor_name(spec.name, ""))
-    if left:
-        log.warning("job %s: removing %d actors that an earlier job of this name has left", spec.name, len(left))
-    remove_job(spec)
-    cluster_state.forget(spec.name)
+
+
+def _is_connected_to(address: str) -> bool:
+    """Whether this may be the address of the cluster. Names that are no HOST:PORT are not compared."""
+    host, _, port = address.rpartition(":")
+    own_host, _, own_port = ray.get_runtime_context().gcs_address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return True
+    if port != own_port:
+        return False
+    try:
+        found = socket.gethostbyname(host)
+    except OSError:
+        return False
+    return found.startswith("127.") or found == socket.gethostbyname(own_host)
+
+
+def _await_end(job: str, prime: str) -> None:
+    """Wait for the end of a PrimeMaster of this name, if its job is over: it may still be closing its journal.
+
+    Raises Conflict if the job is not over. `prime`: name of the actor.
+    """
+    try:
+        actor = cluster_state.actor(prime)
+        submission: str = ray.get(actor.submission.remote(), timeout=_ENDING_S)
+    except (ValueError, RayActorError):
+        return
+    except GetTimeoutError:
+        raise _conflict(job) from None
+    if cluster_state.get_result(job, submission) is None:
+        raise _conflict(job)
+    deadline = time.monotonic() + _ENDING_S
+    while prime in cluster_state.actor_names(prime):
+        if time.monotonic() > deadline:
+            ray.kill(actor)
+            deadline += _ENDING_S
+        time.sleep(0.05)
+
+
+def _conflict(job: str) -> Conflict:
+    return Conflict(
+        f"Job {job!r} already runs in this cluster.",
+        hint="Stop it first (integrations.ray.attach(NAME).stop()), or submit(job_name=ANOTHER).",
+    )
 
 
 class RayJob:
     """A `JobHandle` of a job on Ray. `submit` and `attach` make one. One thread at a time."""
 
     def __init__(self, submission: Submission) -> None:
-        self._submission, self._result = submission, None
+        self._submission = submission
         self._result: p.Roles | None = None
         self._client: MasterClient | None = None
         self._await_start()
@@ -128,7 +172,7 @@ class RayJob:
     def url(self) -> str:
         """See `JobHandle`."""
         found = cluster_state.get_address(self.name)
-        return found.url if found is not None else ""
+        return found.url if found is not None and found.submission == self._submission.id else ""
 
     @property
     def token(self) -> str:
@@ -136,18 +180,19 @@ class RayJob:
         return self._submission.token
 
     def status(self) -> p.Roles:
-        """See `JobHandle`."""
+        """See `JobHandle`. Raises Stale, too: a later job has this name, and the result of this one is not stored."""
         deadline = time.monotonic() + _UP_S
         while True:
             if (roles := self._over()) is not None:
                 return roles
             with contextlib.suppress(MasterAway):
                 return self._call(p.ShowRoles(self.name), _POLL_S)
+            self._check_prime()
             if time.monotonic() > deadline:
                 raise MasterAway(f"The master of job {self.name} does not answer.", hint="Check that its cluster runs.")
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """See `JobHandle`."""
+        """See `JobHandle`. Raises Stale as `status` does, and MasterAway if its PrimeMaster was removed."""
         deadline, number = None if timeout_s is None else time.monotonic() + timeout_s, 0
         while (roles := self._over()) is None:
             left = _POLL_S if deadline is None else max(0.05, min(_POLL_S, deadline - time.monotonic()))
@@ -156,6 +201,8 @@ class RayJob:
             with contextlib.suppress(HooksError):
                 found = self._call(p.AwaitRoles(self.name, self._submission.id, number, timeout_s=left), 2 * left)
                 number = found.number
+                continue
+            self._check_prime()
             time.sleep(0.02)
         return EXIT_CODES[roles.phase or p.JobPhase.FAILED]
 
@@ -166,8 +213,8 @@ class RayJob:
                 self._call(p.StopRoles(self.name, self._submission.id, reason), timeout_s)
         try:
             return self.wait(timeout_s)
-        except TimeoutError:
-            remove_job(self._submission.spec)
+        except (TimeoutError, MasterAway):
+            remove_job(self.name)
             stopped = p.Roles(phase=p.JobPhase.STOPPED, reason=f"{reason}; its masters did not answer")
             cluster_state.put_result(self.name, self._submission.id, stopped)
             return self.wait(timeout_s)
@@ -182,6 +229,23 @@ class RayJob:
             if self._result is not None and self._client is not None:
                 self._client.close()
         return self._result
+
+    def _check_prime(self) -> None:
+        """Raises Stale if a later submission has the name, and MasterAway if the actor of the PrimeMaster is gone."""
+        found = cluster_state.get_address(self.name)
+        if found is not None and found.submission != self._submission.id:
+            if self._over() is None:
+                raise Stale(f"A later job has the name {self.name!r}, and the result of this one is not stored.")
+        elif self._has_no_prime():
+            raise MasterAway(
+                f"Job {self.name} is not over, but the actor of its PrimeMaster was removed.",
+                hint="stop() removes what is left of the job.",
+            )
+
+    def _has_no_prime(self) -> bool:
+        """Whether the job is not over, and there is no actor of its PrimeMaster, nor one that Ray starts again."""
+        prime = actor_name(self.name, "prime")
+        return prime not in cluster_state.actor_names(prime) and self._over() is None
 
     def _call(self, request: p.Message, timeout_s: float) -> Any:
         """Raises MasterAway, MasterError."""
@@ -204,6 +268,9 @@ class RayJob:
                 with contextlib.suppress(HooksError):
                     if self._call(p.ShowRoles(self.name), 1.0).submission == self._submission.id:
                         return
-            if time.monotonic() > deadline:
-                raise LaunchError(f"job {self.name} was not up after {_UP_S:g} s", hint="see the log of its PrimeActor")
+            if time.monotonic() > deadline or self._has_no_prime():
+                raise LaunchError(
+                    f"job {self.name} did not begin within {_UP_S:g} s, or the actor of its PrimeMaster was removed",
+                    hint="see the log of the actor PrimeActor",
+                )
             time.sleep(0.02)

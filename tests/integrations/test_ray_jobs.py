@@ -47,7 +47,7 @@ def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_no
     handle = job(tmp_path, "again").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
     old = runs(handle, "main", 0)
     cluster_state.kill("again/prime")  # for good: nothing looks after this job any more
-    cluster_state.forget("again")
+    cluster_state.delete_address("again")
     until(lambda: "again/prime" not in cluster_state.actor_names("again/"), "the PrimeMaster is gone")
     second = job(tmp_path, "again").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
     new = runs(second, "main", 0)
