@@ -35,7 +35,10 @@ def connect(address: str) -> None:
         ray.init(address=address, namespace=cluster_state.NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:  # an OSError, too, is Ray's ConnectionError
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise LaunchError(f"no Ray cluster answers at {address!r}: {reason}", hint="check its HOST:PORT") from error
+        raise LaunchError(
+            f"no Ray cluster answers at {address!r}: {reason}",
+            hint="check its HOST:PORT, and set RAY_AUTH_MODE=token if the cluster needs a token",
+        ) from error
 
 
 def job_named(job: str | None) -> str:

@@ -169,13 +169,13 @@ def used(handle: Any) -> dict[str, int]:
 
 def command(backend: Backend, handle: Any, *words: str, code: int = 0) -> list[str]:
     """What `dlrover-hooks roles` prints about the job: its lines, with one space between the columns."""
-    where = []
+    where, env = list[str](), os.environ | {"PYTHONPATH": str(REPOSITORY)}
     if backend.name == "ray":
         import ray
 
         where = ["--ray-address", ray.get_runtime_context().gcs_address]
+        env["RAY_AUTH_MODE"] = "token"  # ray.init has set it in this process, and each test begins without it
     line = [sys.executable, "-m", "dlrover_hooks", "roles", "--job", handle.name, *where, *words]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return [" ".join(one.split()) for one in (done.stdout + done.stderr).splitlines()]
