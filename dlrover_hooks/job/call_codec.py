@@ -1,12 +1,13 @@
 """Encodes arguments and results of calls between workers: MessagePack, with the raw memory of arrays and tensors.
 
 Nothing is pickled. Supported are None, bool, int, float, str, bytes, lists, tuples, dicts with keys of these types,
-NumPy arrays and scalars, and dense torch tensors, which arrive on the CPU.
+NumPy arrays and scalars, and dense torch tensors, which arrive on the CPU. Arrays and tensors that arrive can be
+written to. A value of another type is refused, also if its type is derived from that of an array or a tensor: a masked
+array would arrive without its mask.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import msgspec
@@ -16,6 +17,11 @@ from dlrover_hooks.errors import UsageError
 
 _ARRAY, _TENSOR, _TUPLE = 1, 2, 3
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray)
+MOST_BYTES = 1 << 31
+"""Largest size of an encoded value."""
+_ARRAYS = (np.ndarray, np.memmap)
+_TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter")}
+_HINT = "send numbers, text, bytes, lists, tuples, dicts, NumPy arrays and torch tensors"
 
 
 class _Array(msgspec.Struct, frozen=True, array_like=True):
@@ -25,17 +31,27 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes. Raises UsageError for a value that is not supported."""
+    """The value as bytes. Raises UsageError for a value that is not supported, or has more than 2 GiB."""
     try:
-        return msgspec.msgpack.encode(_tagged(value), enc_hook=_extension)
-    except (TypeError, OverflowError) as error:
+        data = msgspec.msgpack.encode(_tagged(value), enc_hook=_extension)
+    except RecursionError:
+        what = "a value that contains itself, or is nested too deeply"
+        raise UsageError(f"{what}: it cannot be sent to another worker", hint=_HINT) from None
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise UsageError(f"{error}: it cannot be sent to another worker", hint=_HINT) from None
+    _check_size(len(data), "a value")
+    return data
+
+
+def _check_size(size: int, what: str) -> None:
+    if size > MOST_BYTES:
         raise UsageError(
-            f"{error}: it cannot be sent to another worker",
-            hint="send numbers, text, bytes, lists, tuples, dicts, NumPy arrays and torch tensors",
-        ) from None
+            f"{what} of {size} bytes: at most {MOST_BYTES} bytes can be sent to another worker at a time",
+            hint="Send it in parts.",
+        )
 
 
-def decode(data: bytes) -> Any:
+def decode(data: bytes | bytearray) -> Any:
     """The value that `encode` was given. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, ext_hook=_value)
 
@@ -58,12 +74,15 @@ def _key(key: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """`value` itself. Raises TypeError if it would be decoded as another type."""
-    torch = sys.modules.get("torch")
-    if type(value) in _PLAIN or isinstance(value, (np.ndarray, np.generic)):
+    kind = type(value)
+    if kind in _PLAIN or kind in _ARRAYS or isinstance(value, np.generic) or _is_tensor(value):
         return value
-    if torch is not None and isinstance(value, torch.Tensor):
-        return value
-    raise TypeError(f"an object of type {type(value).__name__}")
+    raise TypeError(f"an object of type {kind.__name__}")
+
+
+def _is_tensor(value: Any) -> bool:
+    """By the name of the type, because another thread may be importing torch."""
+    return (type(value).__module__, type(value).__qualname__) in _TENSORS
 
 
 def _extension(value: Any) -> Any:
@@ -74,14 +93,8 @@ def _extension(value: Any) -> Any:
         return item
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(_ARRAY, _packed(value))
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
-            raise TypeError(f"a tensor with the layout {value.layout}")
-        flat = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        name = str(flat.dtype).removeprefix("torch.")
-        raw = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw.tobytes())))
+    if _is_tensor(value):
+        return msgspec.msgpack.Ext(_TENSOR, _packed_tensor(value))
     raise TypeError(f"an object of type {type(value).__name__}")
 
 
@@ -90,7 +103,24 @@ def _packed(value: np.ndarray[Any, Any]) -> bytes:
         raise TypeError("a NumPy array of Python objects")
     if value.dtype.fields is not None:
         raise TypeError("a NumPy array of structures")
+    if np.dtype(value.dtype.str) != value.dtype:
+        raise TypeError(f"a NumPy array of {value.dtype}")
+    _check_size(value.nbytes, "a NumPy array")
     return msgspec.msgpack.encode(_Array(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()))
+
+
+def _packed_tensor(value: Any) -> bytes:
+    import torch
+
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+        raise TypeError(
+            f"a tensor that is not dense (layout {value.layout}), or is quantized, nested or without memory"
+        )
+    _check_size(value.numel() * value.element_size(), "a tensor")
+    flat = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    name = str(flat.dtype).removeprefix("torch.")
+    raw = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw.tobytes()))
 
 
 def _value(code: int, data: memoryview) -> Any:

@@ -7,19 +7,27 @@ worker.serve(generate=generate)                                 # in a rollout w
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from dlrover_hooks.errors import CallFailed, UsageError
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 CALL_S = 300.0
 """Default timeout of a call in seconds, including a restart of the called worker."""
 _WAIT_S = 20.0
 """A blocking operation on a queue is split into calls of at most this many seconds, to notice a dead worker."""
+_MOST_WAITING, _ASK_AGAIN_S = 8, 0.1
+"""At most this many operations on queues wait in a worker at a time, because each occupies a thread that serves calls.
+The callers of others are told to ask again after this many seconds."""
+_EARLY_S = 0.5
+"""A call of a function that is not exported fails this long before its caller's timeout, so that the caller learns the
+reason."""
 
 
 class CallTransport(Protocol):
@@ -67,14 +75,18 @@ class RoleHandle:
         return self._transport.call(self.name, rank, function, list(arguments), timeout_s)
 
     def broadcast(self, function: str, *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
-        """Call a function of all workers in parallel and return the results by rank. Raises as `call` does."""
+        """Call a function of all workers in parallel and return the results by rank.
+
+        Raises as `call` does, as soon as the first call fails. The other calls are abandoned: their functions may still
+        run, and their results are ignored.
+        """
         return self._all([(function, list(arguments))] * self.workers, timeout_s)
 
     def shard(self, function: str, items: Sequence[Any], *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
         """Call `function(part, *arguments)` of each worker with a part of `items` and return the joined results.
 
         Parts are consecutive, and their sizes differ by at most 1. The function must return one result for each item.
-        Raises as `call` does, and CallFailed for a wrong number of results.
+        Raises as `broadcast` does, and CallFailed for a wrong number of results.
         """
         size, more = divmod(len(items), self.workers)
         bounds = [rank * size + min(rank, more) for rank in range(self.workers + 1)]
@@ -90,12 +102,26 @@ class RoleHandle:
         return RemoteQueue(self, name, rank)
 
     def _all(self, calls: list[tuple[str, list[Any]]], timeout_s: float) -> list[Any]:
-        with ThreadPoolExecutor(max(1, len(calls)), thread_name_prefix="dlrover-hooks-call") as pool:
-            running = [
-                pool.submit(self._transport.call, self.name, rank, function, arguments, timeout_s)
-                for rank, (function, arguments) in enumerate(calls)
-            ]
-            return [one.result() for one in running]
+        if len(calls) == 1:
+            function, arguments = calls[0]
+            return [self._transport.call(self.name, 0, function, arguments, timeout_s)]
+        ends: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+
+        def end(rank: int, function: str, arguments: list[Any]) -> None:
+            try:
+                ends.put((rank, self._transport.call(self.name, rank, function, arguments, timeout_s), None))
+            except BaseException as error:  # raised by `_all` on the calling thread
+                ends.put((rank, None, error))
+
+        for rank, (function, arguments) in enumerate(calls):
+            run = partial(end, rank, function, arguments)
+            BackgroundThread("dlrover-hooks-call", run, where=f"{function} of {self.name} {rank}").start()
+        results: list[Any] = [None] * len(calls)
+        for _ in calls:
+            rank, results[rank], error = ends.get()
+            if error is not None:
+                raise error
+        return results
 
 
 class RemoteQueue:
@@ -117,22 +143,22 @@ class RemoteQueue:
         return self._until("queue_get", timeout_s)
 
     def __len__(self) -> int:
-        return int(self._role.call("queue_size", self._name, rank=self._rank))
+        return int(self._until("queue_size", _WAIT_S))
 
     def _until(self, function: str, timeout_s: float, *arguments: Any) -> Any:
         deadline = time.monotonic() + timeout_s
         while True:
             left = max(0.0, deadline - time.monotonic())
-            wait_s = min(left, _WAIT_S)
             done, value = self._role.call(
-                function, self._name, wait_s, *arguments, rank=self._rank, timeout_s=left + _WAIT_S
+                function, self._name, min(left, _WAIT_S), *arguments, rank=self._rank, timeout_s=left + _WAIT_S
             )
             if done:
                 return value
-            if time.monotonic() >= deadline:
+            if (left := deadline - time.monotonic()) <= 0:
                 break
-        what = "room" if function == "queue_put" else "item"
-        raise CallFailed(f"no {what} in queue {self._name!r} of {self._role.name} {self._rank} within {timeout_s:g} s")
+            threading.Event().wait(min(value, left))
+        what = {"queue_put": "room in", "queue_get": "item in", "queue_size": "such"}[function]
+        raise CallFailed(f"no {what} queue {self._name!r} of {self._role.name} {self._rank} within {timeout_s:g} s")
 
 
 class WorkerContext:
@@ -167,6 +193,7 @@ class WorkerContext:
             "queue_put": self._queue_put, "queue_get": self._queue_get, "queue_size": self._queue_size,
         }  # fmt: skip
         self._queues = dict[str, queue.Queue[Any]]()
+        self._may_wait = threading.BoundedSemaphore(_MOST_WAITING)
         self._serves = False
         """`serve` was called, so no more functions will be exported."""
         self._changed = threading.Condition()
@@ -222,14 +249,15 @@ class WorkerContext:
     # ---- calls of other workers -------------------------------------------------------------------------------------
 
     def answer(self, function: str, arguments: list[Any], within_s: float) -> Any:
-        """Run a call of another worker. `within_s`: how long to wait for a function that is not exported yet.
+        """Run a call of another worker. `within_s`: how many seconds the caller still waits for the answer.
 
-        Raises CallFailed if it is not exported in time, and what the function raises.
+        Raises CallFailed if the function is not exported in time, and what the function raises.
         """
         with self._changed:
-            self._changed.wait_for(lambda: function in self._functions or self._serves, within_s)
+            wait_s = within_s - min(_EARLY_S, within_s / 10)
+            self._changed.wait_for(lambda: function in self._functions or self._serves, wait_s)
             if function not in self._functions:
-                late = "" if self._serves else f" within {within_s:g} s"
+                late = "" if self._serves else f" within {round(within_s, 1):g} s"
                 raise CallFailed(
                     f"worker {self.rank} of role {self.role_name!r} has exported no function {function!r}{late}, only "
                     f"{sorted(set(self._functions) - _OF_QUEUES)}",
@@ -238,33 +266,40 @@ class WorkerContext:
             found = self._functions[function]
         return found(*arguments)
 
-    def _queue_put(self, name: str, wait_s: float, item: Any) -> tuple[bool, None]:
-        found = self._queue(name, wait_s)
-        try:
-            if found is not None:
-                found.put(item, timeout=wait_s)
-        except queue.Full:
-            return False, None
-        return found is not None, None
+    def _queue_put(self, name: str, wait_s: float, item: Any) -> tuple[bool, Any]:
+        return self._on_queue(name, wait_s, lambda found, left_s: found.put(item, timeout=left_s))
 
     def _queue_get(self, name: str, wait_s: float) -> tuple[bool, Any]:
-        found = self._queue(name, wait_s)
+        return self._on_queue(name, wait_s, lambda found, left_s: found.get(timeout=left_s))
+
+    def _queue_size(self, name: str, wait_s: float) -> tuple[bool, Any]:
+        return self._on_queue(name, wait_s, lambda found, _: found.qsize())
+
+    def _on_queue(
+        self, name: str, wait_s: float, operation: Callable[[queue.Queue[Any], float], Any]
+    ) -> tuple[bool, Any]:
+        """True and the result of an operation; or False, and after how many seconds the caller may ask again.
+
+        It is False if the queue is not open, or has no room or item, within `wait_s` seconds, and at once if too many
+        operations wait already.
+        """
+        deadline = time.monotonic() + wait_s
+        with contextlib.suppress(queue.Full, queue.Empty):
+            if (found := self._queues.get(name)) is not None:
+                return True, operation(found, 0.0)
+        if wait_s <= 0 or not self._may_wait.acquire(blocking=False):
+            return False, _ASK_AGAIN_S
         try:
-            return (True, found.get(timeout=wait_s)) if found is not None else (False, None)
-        except queue.Empty:
-            return False, None
-
-    def _queue_size(self, name: str) -> int:
-        found = self._queue(name, _WAIT_S)
-        if found is None:
-            raise CallFailed(f"worker {self.rank} of role {self.role_name!r} has no queue {name!r}")
-        return found.qsize()
-
-    def _queue(self, name: str, within_s: float) -> queue.Queue[Any] | None:
-        """The queue; None: it was not opened within `within_s` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._queues, within_s)
-            return self._queues.get(name)
+            with self._changed:
+                self._changed.wait_for(lambda: name in self._queues, wait_s)
+                found = self._queues.get(name)
+            if found is not None:
+                return True, operation(found, max(0.0, deadline - time.monotonic()))
+        except (queue.Full, queue.Empty):
+            pass
+        finally:
+            self._may_wait.release()
+        return False, 0.0
 
 
 _OF_QUEUES = {"queue_put", "queue_get", "queue_size"}

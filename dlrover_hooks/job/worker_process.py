@@ -26,6 +26,7 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import CallFailed, HooksError, JobFinished, MasterAway, MasterError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.job import entry_point
+from dlrover_hooks.job.call_messages import request, result_of
 from dlrover_hooks.job.spec import JobSpec
 from dlrover_hooks.job.sub_master import reaper, role_job
 from dlrover_hooks.job.worker_context import CallTransport, WorkerContext, enter
@@ -86,6 +87,11 @@ class Worker:
         self.context: WorkerContext | None = None
         self._first = True
         """This rank had no earlier life since the job was submitted."""
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether the job waits for this worker's role."""
+        return self._role.driver
 
     def register(self, address: str, transport: CallTransport) -> WorkerContext:
         """Register this process with the master, and begin to send heartbeats.
@@ -246,39 +252,57 @@ class ResolvedCalls:
     Args:
         job: name of the job.
         client: client of the master.
-        send: calls a function of the worker at an address, with a timeout in seconds; raises OSError if that process
-            has ended, TimeoutError, and CallFailed.
+        driver: the calls come from a driver role. Then a call of a worker that is done fails at once. In other roles it
+            waits, because the job may be over soon, and the worker ends with it.
+        send: sends a request (see `call_messages`) to the worker at an address, and returns its answer within a timeout
+            in seconds; raises OSError if that process has ended, TimeoutError, and CallFailed.
     """
 
-    def __init__(self, job: str, client: MasterClient, send: Callable[[str, str, list[Any], float], Any]) -> None:
-        self._job, self._client, self._send = job, client, send
+    def __init__(
+        self, job: str, client: MasterClient, send: Callable[[str, bytes, float], bytes | bytearray], *, driver: bool
+    ) -> None:
+        self._job, self._client, self._send, self._driver = job, client, send, driver
         self._known = dict[tuple[str, int], str]()
 
     def call(self, role: str, rank: int, function: str, arguments: list[Any], timeout_s: float) -> Any:
         """See `CallTransport`."""
-        deadline, why = time.monotonic() + timeout_s, "it has not registered"
+        data, why = request(function, arguments), "there was no time to ask it"
+        deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            address = self._known.get((role, rank)) or self._find(role, rank, left)
+            address = self._known.get((role, rank))
+            if address is None:
+                address, why = self._find(role, rank, function, left)
             if address:
                 try:
-                    return self._send(address, function, arguments, left)
+                    return result_of(self._send(address, data, left))
                 except TimeoutError:
+                    why = "its process runs and has not answered"
                     break
                 except CallFailed as error:
                     raise CallFailed(f"{function} of {role} {rank}: {error.message}", hint=error.hint) from None
                 except OSError as error:
-                    why = str(error) or type(error).__name__
+                    why = f"its process has ended, or accepts no calls: {str(error) or type(error).__name__}"
                     self._known.pop((role, rank), None)
             threading.Event().wait(min(_LOOK_S, max(0.0, left)))
         raise CallFailed(f"{role} {rank} of job {self._job} has not answered {function} within {timeout_s:g} s: {why}")
 
-    def _find(self, role: str, rank: int, left_s: float) -> str:
+    def _find(self, role: str, rank: int, function: str, left_s: float) -> tuple[str, str]:
+        """The address of a worker, or else an empty one and why there is none. Raises CallFailed, see `driver`."""
         try:
             found: p.Roles = self._client.call(p.ShowRoles(self._job, role), timeout_s=min(left_s, _AWAY_S))
         except HooksError as error:
             raise CallFailed(f"{role} {rank} of job {self._job} is not known: {error.message}") from None
         worker = next((one for one in found.workers if one.rank == rank), None)
-        if worker is None or worker.state is not p.WorkerState.RUNNING:
-            return ""
+        if worker is None:
+            return "", "the job does not list it"
+        if worker.state is p.WorkerState.DONE and not self._driver:
+            return "", "it is done: its function has returned"
+        if worker.state is p.WorkerState.DONE:
+            raise CallFailed(
+                f"{role} {rank} of job {self._job} is done: its function has returned, so {function} cannot be called",
+                hint="The function of a role that others call ends with serve().",
+            )
+        if worker.state is p.WorkerState.INITIAL:
+            return "", f"its process {worker.life} has not registered" + (f", {worker.waits}" if worker.waits else "")
         self._known[role, rank] = worker.address
-        return worker.address
+        return worker.address, ""

@@ -10,12 +10,11 @@ import socket
 import tempfile
 import threading
 import time
-import traceback
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 
 from dlrover_hooks.errors import BadRequest, CallFailed, HooksError, LaunchError, MasterError, Stale, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
@@ -23,15 +22,15 @@ from dlrover_hooks.host.ports import listen
 from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.actor_platform import RayMasters, RayWorkers, remove_job
 from dlrover_hooks.integrations.ray.cluster_state import JobMaster, actor_name
+from dlrover_hooks.job.call_messages import answered
 from dlrover_hooks.job.prime_master import HttpMaster, PrimeMaster, Submission, journal_of
 from dlrover_hooks.job.sub_master import SubMaster, client_of
-from dlrover_hooks.job.worker_context import CALL_S
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
 from dlrover_hooks.protocol import JobPhase, Roles, WorkerCause
 
 log = logging.getLogger("dlrover_hooks.job")
 
-_AGAIN_S, _ADDRESS_S, _EXPORT_S = 0.5, 60.0, CALL_S
+_AGAIN_S, _ADDRESS_S = 0.5, 60.0
 _REFUSALS = 2
 """If the settings of a job are refused so many times, or its HTTP master cannot be started, the job has failed."""
 
@@ -175,17 +174,18 @@ class WorkerActor:
         return msgspec.json.encode(self._outcome)
 
     @ray.method(concurrency_group="calls")
-    def call(self, function: str, arguments: list[Any]) -> tuple[bool, Any]:
-        """Call an exported function and return (True, its result), or (False, text of the exception)."""
+    def call(self, data: bytes, within_s: float) -> bytes:
+        """Run the request `data` of a caller that still waits for `within_s` seconds, and return its answer.
+
+        Both are bytes of `call_messages`, which Ray does not pickle.
+        """
+        return answered(self._answer, data, within_s)
+
+    def _answer(self, function: str, arguments: list[Any], within_s: float) -> Any:
         worker = self._worker
         if worker is None or worker.context is None:
-            return False, f"worker {self._rank} of role {self._role} does not run yet"
-        try:
-            return True, worker.context.answer(function, arguments, _EXPORT_S)
-        except HooksError as error:
-            return False, f"{type(error).__name__}: {error}"
-        except Exception as error:
-            return False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            raise CallFailed(f"worker {self._rank} of role {self._role} does not run yet")
+        return worker.context.answer(function, arguments, within_s)
 
     def __repr__(self) -> str:
         """Ray writes it before each line of its output."""
@@ -212,24 +212,27 @@ class WorkerActor:
             ray.util.get_node_ip_address(),
         )  # fmt: skip
         self._worker = worker = Worker(place, os._exit)
-        transport = ResolvedCalls(self._job, client_of(address.url, address.token), _send)
+        client = client_of(address.url, address.token)
+        transport = ResolvedCalls(self._job, client, _send, driver=worker.is_driver)
         worker.register(actor_name(self._job, "worker", self._role, self._rank, self._life), transport)
         outcome = worker.run()
         worker.leave()
         return outcome
 
 
-def _send(address: str, function: str, arguments: list[Any], timeout_s: float) -> Any:
-    """Call a worker's actor. Raises OSError (it has ended), TimeoutError, and CallFailed (the function raised)."""
+def _send(address: str, data: bytes, timeout_s: float) -> bytes:
+    """Send a request to a worker's actor and return its answer.
+
+    Raises OSError (the actor has ended, or its node with the answer is lost), TimeoutError, and CallFailed.
+    """
     try:
-        done, value = ray.get(cluster_state.actor(address).call.remote(function, arguments), timeout=timeout_s)
+        return ray.get(cluster_state.actor(address).call.remote(data, timeout_s), timeout=timeout_s)
     except GetTimeoutError:
         raise TimeoutError from None
-    except (RayActorError, ValueError) as error:
+    except (RayActorError, ObjectLostError, ValueError) as error:
         raise OSError(f"{address} is gone: {type(error).__name__}") from None
-    if not done:
-        raise CallFailed(value)
-    return value
+    except RayError as error:
+        raise CallFailed(f"Ray cannot carry out the call: {type(error).__name__}: {error}") from None
 
 
 def _address(job: str) -> JobMaster:

@@ -215,6 +215,22 @@ def test_roles_call_each_other_and_the_job_is_done_with_its_drivers(backend: Bac
     assert not used(handle)
 
 
+def test_many_waiting_callers_do_not_delay_others_and_a_call_of_a_done_worker_fails(backend: Backend) -> None:
+    job = backend.job().role("server").run(f"{ROLES}:serve").not_driver().role("main").run(f"{ROLES}:crowd")
+    handle = backend.submit(job.role("short").run(f"{ROLES}:return_at_once").build())
+    assert handle.wait(60) == 0, handle.status()
+    assert not used(handle)
+
+
+def test_forked_children_of_a_worker_make_calls_of_their_own(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Ray does not support processes that its workers fork."""
+    backend = Backend("local", tmp_path)
+    job = backend.job().role("server").run(f"{ROLES}:serve").not_driver().role("main").run(f"{ROLES}:fork")
+    handle = backend.submit(job.build())
+    request.addfinalizer(handle.stop)
+    assert handle.wait(60) == 0, handle.status()
+
+
 @pytest.mark.requirement("DL-7", "DL-8", "DL-13", "DL-15", "DL-25")
 def test_roles_of_different_kinds_work_at_the_same_time(backend: Backend) -> None:
     job = backend.job().role("dp").train(f"{ROLES}:train").workers(2).restarts(on_failure="rejoin")

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dlrover_hooks.job.call_messages import request, result_of
 from tests.integrations.ray_nodes import ROLES, job, runs
 from tests.waiting import until
 
@@ -78,6 +79,6 @@ def test_a_call_between_roles_is_a_call_of_an_actor(tmp_path: Path, one_node: No
     server = runs(handle, "server", 0)
     runs(handle, "main", 0)
     actor = ray.get_actor(server.address, namespace="dlrover_hooks")
-    assert ray.get(actor.call.remote("pid", []), timeout=30) == (True, server.pid)
-    assert ray.get(actor.call.remote("double", [[1, 2]]), timeout=30) == (True, [2, 4])
+    assert result_of(ray.get(actor.call.remote(request("pid", []), 30.0), timeout=30)) == server.pid
+    assert result_of(ray.get(actor.call.remote(request("double", [[1, 2]]), 30.0), timeout=30)) == [2, 4]
     assert handle.stop() == 130

@@ -169,7 +169,7 @@ class ProcessHost:
 
     # ---- the socket: threads of `CallServer` -------------------------------------------------------------------------
 
-    def _answer(self, function: str, arguments: list[Any]) -> Any:
+    def _answer(self, function: str, arguments: list[Any], within_s: float) -> Any:
         if function == "ended":
             return self._await_ends(*arguments)
         if function == "url":
@@ -180,7 +180,7 @@ class ProcessHost:
         with self._changed:
             self._orders.append((function, arguments, answer))
         self._wake.wake()
-        return answer.result(30.0)
+        return answer.result(min(30.0, within_s))
 
     def _await_ends(self, prefix: str, after: int, timeout_s: float) -> list[list[Any]]:
         """Ends after number `after` of processes whose names begin with `prefix`; waits for the first one."""

@@ -16,12 +16,11 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import MasterError
+from dlrover_hooks.errors import CallFailed, MasterError
 from dlrover_hooks.job.local.prime import submission_of
 from dlrover_hooks.job.local.process_platform import outcome_file
-from dlrover_hooks.job.local.socket_calls import CallClient, CallServer
+from dlrover_hooks.job.local.socket_calls import CallClients, CallServer
 from dlrover_hooks.job.sub_master import client_of
-from dlrover_hooks.job.worker_context import CALL_S
 from dlrover_hooks.job.worker_process import Outcome, ResolvedCalls, Worker, WorkerPlace
 from dlrover_hooks.protocol import AGAIN, WorkerCause
 
@@ -75,19 +74,17 @@ def run(folder: str, place: WorkerPlace) -> Outcome:
     except MasterError as error:
         logging.getLogger("dlrover_hooks.job").error("%s", error)
         os._exit(AGAIN)
-    clients = dict[str, CallClient]()
 
-    def send(address: str, function: str, arguments: list[Any], timeout_s: float) -> Any:
-        client = clients.setdefault(address, CallClient(address))
-        return client.call(function, *arguments, timeout_s=timeout_s)
-
-    def answer(function: str, arguments: list[Any]) -> Any:
-        return worker.context.answer(function, arguments, CALL_S) if worker.context is not None else None
+    def answer(function: str, arguments: list[Any], within_s: float) -> Any:
+        if worker.context is None:
+            raise CallFailed(f"worker {place.rank} of role {place.role} does not run yet")
+        return worker.context.answer(function, arguments, within_s)
 
     address = os.path.join(folder, f"w-{place.role}-{place.rank}-{place.life}")
     server = CallServer(address, answer)
     try:
-        worker.register(address, ResolvedCalls(place.job, client_of(place.master, place.token), send))
+        client = client_of(place.master, place.token)
+        worker.register(address, ResolvedCalls(place.job, client, CallClients().exchange, driver=worker.is_driver))
         outcome = worker.run()
         worker.leave()
         return outcome

@@ -7,6 +7,7 @@ import datetime
 import enum
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -177,6 +178,12 @@ class Sample:
         (range(3), "type range"),
         (iter([1]), "type list_iterator"),
         (1 << 64, "ints"),
+        ("\ud800", "surrogates not allowed"),
+        (np.ma.masked_array([1, 2], [True, False]), "type MaskedArray"),
+        (np.array([[1, 2]]).view(np.matrix), "type matrix"),
+        (np.rec.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]), "type recarray"),
+        (np.char.asarray(["a"]), "type chararray"),
+        (np.array(["text"], np.dtypes.StringDType()), "a NumPy array of Python objects"),
         (np.array([object()], object), "a NumPy array of Python objects"),
         (np.array([1, "x"], object), "a NumPy array of Python objects"),
         (np.zeros(2, [("a", object)]), "a NumPy array of Python objects"),
@@ -216,11 +223,53 @@ def test_an_array_with_fields_arrives_with_them_or_is_refused() -> None:
     assert found.dtype == array.dtype
 
 
-def test_a_sparse_tensor_is_refused() -> None:
+def test_a_mapped_file_arrives_as_an_array(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "tokens", np.int32, "w+", shape=(4,))
+    mapped[:] = range(4)
+    found = sent(mapped[1:])
+    assert type(found) is np.ndarray
+    assert found.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "derived"])
+def test_a_tensor_that_would_not_arrive_as_it_is_is_refused(kind: str) -> None:
     import torch
 
+    class Derived(torch.Tensor):
+        """A tensor with a type of its own."""
+
+    tensor: Any = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "meta": lambda: torch.ones(2, device="meta"),
+        "derived": lambda: torch.ones(2).as_subclass(Derived),
+    }[kind]()
     with pytest.raises(UsageError, match="cannot be sent to another worker"):
-        call_codec.encode(torch.eye(2).to_sparse())
+        call_codec.encode(tensor)
+
+
+def itself(kind: str) -> Any:
+    inner = list[Any]()
+    inner.append({"list": inner, "tuple": (inner,), "dict": {"k": inner}}[kind])
+    return inner
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
+def test_a_value_that_contains_itself_is_refused(kind: str) -> None:
+    with pytest.raises(UsageError, match="a value that contains itself, or is nested too deeply"):
+        call_codec.encode(itself(kind))
+
+
+def test_a_value_that_is_too_large_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(call_codec, "MOST_BYTES", 100)
+    assert sent(bytes(90)) == bytes(90)
+    for value, words in (
+        (bytes(101), "a value of 103 bytes: at most 100 bytes"), ([(bytes(101),)], "a value of 104 bytes"),
+        (np.zeros(100), "a NumPy array of 800 bytes"), (torch.zeros(100), "a tensor of 400 bytes"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            call_codec.encode(value)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", call_codec.encode([1, 2])[:-1], b"\xc7\x00\x63"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,9 @@ import pytest
 
 from dlrover_hooks.errors import CallFailed, UsageError
 from dlrover_hooks.job import call_codec, worker_context
+from dlrover_hooks.job.local.socket_calls import CallClient, CallServer
 from dlrover_hooks.job.worker_context import RoleHandle, WorkerContext, current_worker, enter
+from tests.waiting import WAIT_S, until
 
 LONG_S = 30.0
 """Longer than any test waits for something that comes."""
@@ -147,6 +152,44 @@ def test_a_broadcast_is_answered_by_all_workers_in_the_order_of_ranks(
     assert sorted(transport.ranks("work")) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("call", ["broadcast", "shard"])
+def test_the_first_failure_is_raised_while_other_workers_still_work(
+    transport: MemoryTransport, servers: RoleHandle, call: str
+) -> None:
+    over, ended = threading.Event(), threading.Event()
+
+    def work(server: WorkerContext) -> None:
+        if server.rank == 1:
+            raise ValueError("no such prompt")
+        over.wait(LONG_S)
+        ended.set()
+
+    for server in transport.servers:
+        server.export(work=lambda *_, server=server: work(server))
+    with pytest.raises(CallFailed, match="ValueError: no such prompt"):
+        servers.shard("work", [1, 2, 3]) if call == "shard" else servers.broadcast("work")
+    assert not ended.is_set()
+    over.set()
+    assert ended.wait(LONG_S)
+
+
+def test_abandoned_calls_do_not_keep_the_process() -> None:
+    program = """
+import threading
+from dlrover_hooks.job.worker_context import RoleHandle
+
+class Transport:
+    def call(self, role, rank, function, arguments, timeout_s):
+        if rank == 1:
+            raise ValueError("no such prompt")
+        threading.Event().wait()
+
+RoleHandle("server", 3, Transport()).broadcast("work")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: no such prompt")
+
+
 @pytest.mark.parametrize(
     ("count", "parts"), [(0, {}), (1, {0: [0]}), (2, {0: [0], 1: [1]}), (3, {0: [0], 1: [1], 2: [2]}),
                          (5, {0: [0, 1], 1: [2, 3], 2: [4]}), (7, {0: [0, 1, 2], 1: [3, 4], 2: [5, 6]})],
@@ -215,6 +258,18 @@ def test_a_call_does_not_wait_for_a_function_once_the_worker_serves(transport: M
             waiting.result(LONG_S)
         transport.over.set()
         serving.result(LONG_S)
+
+
+def test_a_call_of_no_function_fails_before_its_caller_gives_up(transport: MemoryTransport, tmp_path: Path) -> None:
+    """So that the caller gets the reason, and not a TimeoutError."""
+    server = CallServer(str(tmp_path / "socket"), transport.servers[0].answer)
+    says = "has exported no function 'generate' within 3 s"
+    with (
+        contextlib.closing(server),
+        contextlib.closing(CallClient(server.path)) as client,
+        pytest.raises(CallFailed, match=says),
+    ):
+        client.call("generate", timeout_s=3.0)
 
 
 def test_a_function_that_is_exported_again_replaces_the_other_one(transport: MemoryTransport) -> None:
@@ -365,3 +420,48 @@ def test_a_function_with_a_name_of_queues_does_not_break_them(
     remote.put("item", timeout_s=0.5)
     assert len(remote) == 1
     assert remote.get(timeout_s=0.5) == "item"
+
+
+def test_only_few_operations_on_queues_wait_at_a_time(transport: MemoryTransport, servers: RoleHandle) -> None:
+    """Each occupies a thread that serves calls. The caller of another one is told to ask again."""
+    server = transport.servers[0]
+    numbers = server.queue("numbers")
+
+    def busy() -> bool:
+        return server.answer("queue_get", ["numbers", 0.01], LONG_S) == (False, 0.1)
+
+    with ThreadPoolExecutor(8) as pool:
+        for name in ("numbers", "not open yet"):
+            waiting = [pool.submit(servers.queue(name).get, LONG_S) for _ in range(8)]
+            until(busy, "8 operations wait")
+            for function, *arguments in (("queue_get", LONG_S), ("queue_size", LONG_S), ("queue_put", LONG_S, 1)):
+                assert server.answer(function, ["other", *arguments], LONG_S) == (False, 0.1)
+            assert server.answer("queue_size", ["numbers", LONG_S], LONG_S) == (True, 0), "it need not wait"
+            if name == "numbers":
+                for number in range(8):
+                    assert server.answer("queue_put", ["numbers", LONG_S, number], LONG_S) == (True, None)
+            else:
+                opened = server.queue(name)
+                for number in range(8):
+                    opened.put(number)
+            assert sorted(one.result(LONG_S) for one in waiting) == list(range(8))
+    assert numbers.empty()
+    assert not busy()
+
+
+def test_callers_that_must_ask_again_are_all_served(transport: MemoryTransport, servers: RoleHandle) -> None:
+    own, remote = transport.servers[0].queue("numbers"), servers.queue("numbers")
+    with ThreadPoolExecutor(20) as pool:
+        waiting = [pool.submit(remote.get, LONG_S) for _ in range(20)]
+        until(lambda: len(transport.ranks("queue_get")) > 20, "some have asked again")
+        for number in range(20):
+            own.put(number)
+        assert sorted(one.result(LONG_S) for one in waiting) == list(range(20))
+
+
+def test_the_size_of_a_queue_that_there_is_not_is_an_error(
+    servers: RoleHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_context, "_WAIT_S", 0.05)
+    with pytest.raises(CallFailed, match=r"no such queue 'promts' of server 0 within 0\.05 s"):
+        len(servers.queue("promts"))
