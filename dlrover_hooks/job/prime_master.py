@@ -111,7 +111,13 @@ class PrimeMaster:
 
     def run(self) -> p.Roles:
         """Block until the job is over; returns its final state. Raises MasterAway, MasterError, LaunchError."""
-        roles = self._started()
+        try:
+            return self._until_over(self._started())
+        except BaseException:
+            self._watch.stop()  # so that no SubMaster is started again if the caller removes them
+            raise
+
+    def _until_over(self, roles: p.Roles) -> p.Roles:
         self._watch.start()
         placed, problem, began = False, "", time.monotonic()
         while roles.phase is p.JobPhase.RUNNING:

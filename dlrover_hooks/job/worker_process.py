@@ -274,7 +274,7 @@ class ResolvedCalls:
                 address, why = self._find(role, rank, function, left)
             if address:
                 try:
-                    return result_of(self._send(address, data, left))
+                    return result_of(self._send(address, data, max(0.0, deadline - time.monotonic())))
                 except TimeoutError:
                     why = "its process runs and has not answered"
                     break

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dlrover_hooks.integrations.ray import cluster_state
-from dlrover_hooks.integrations.ray.cluster_state import actor_name, actor_options
+from dlrover_hooks.integrations.ray.cluster_state import JobMaster, actor_name, actor_options
 from dlrover_hooks.job.platform import EndedWorker
 from dlrover_hooks.job.prime_master import Submission
 from dlrover_hooks.job.spec import JobSpec
@@ -203,10 +203,11 @@ class RayMasters:
     Args:
         submission: the job.
         sub_master_class: class of the SubMasters' actors.
+        address: address of the HTTP master.
     """
 
-    def __init__(self, submission: Submission, sub_master_class: type) -> None:
-        self._submission, self._spec = submission, submission.spec
+    def __init__(self, submission: Submission, sub_master_class: type, address: JobMaster) -> None:
+        self._submission, self._spec, self._address = submission, submission.spec, address
         self._class = sub_master_class
         self._groups: list[PlacementGroup] = []
         self._lock = threading.Lock()
@@ -214,10 +215,12 @@ class RayMasters:
         """Roles, by the reference that fails when the SubMaster ends."""
         self._back = dict[Any, str]()
         """Roles, by the reference that becomes ready when the restarted SubMaster answers."""
+        self._over = False
 
     def begin(self) -> bool:
-        """See `MasterPlatform`."""
+        """See `MasterPlatform`. The address is stored first: a job with a stored address has begun."""
         if not self._groups:
+            cluster_state.put_address(self._spec.name, self._address)
             self._groups = [self._group(number) for number in range(len(self._spec.plan().groups))]
         if not all(group.wait(0.01) for group in self._groups):
             return False
@@ -257,8 +260,10 @@ class RayMasters:
             actor_name(self._spec.name, "sub-master", role), num_cpus=0, max_restarts=-1, max_concurrency=4,
             scheduling_strategy=cluster_state.at_the_head(),
         )  # fmt: skip
-        made = ray.remote(self._class).options(**options).remote(msgspec.json.encode(self._submission), role)
         with self._lock:
+            if self._over:
+                return
+            made = ray.remote(self._class).options(**options).remote(msgspec.json.encode(self._submission), role)
             if role not in self._held.values():
                 self._held[made.hold.remote()] = role
                 if again:
@@ -283,6 +288,8 @@ class RayMasters:
 
     def finish(self, roles: Roles) -> None:
         """See `MasterPlatform`."""
+        with self._lock:
+            self._over = True  # a SubMaster that is killed now is not started again
         remove_job(self._spec.name, but=actor_name(self._spec.name, "prime"))
         cluster_state.put_result(self._spec.name, self._submission.id, roles)
 

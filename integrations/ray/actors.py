@@ -40,7 +40,7 @@ class PrimeActor:
 
     def __init__(self, submission: bytes) -> None:
         _log()
-        self._submission = msgspec.json.decode(submission, type=Submission)
+        self._submission, self._refusals = msgspec.json.decode(submission, type=Submission), 0
         self._thread = BackgroundThread("dlrover-hooks-prime", self._run, where=self._submission.spec.name)
         self._thread.start()
 
@@ -53,26 +53,34 @@ class PrimeActor:
         return self._submission.id
 
     def _run(self) -> None:
-        job, refusals = self._submission.spec.name, 0
+        job = self._submission.spec.name
         while True:
             try:
-                self._serve()
-                break
+                if cluster_state.get_result(job, self._submission.id) is not None:
+                    break
+                self._attempt()
             except Stale as error:
                 log.error("job %s: the PrimeMaster ends: %s", job, error.message)
                 os._exit(1)  # a later submission has this name
-            except (LaunchError, UsageError, BadRequest) as error:
-                log.error("job %s: the PrimeMaster cannot run: %s", job, error)
-                refusals += 1
-                if refusals == _REFUSALS:
-                    remove_job(job, but=actor_name(job, "prime"))
-                    failed = Roles(phase=JobPhase.FAILED, reason=f"its PrimeMaster cannot run: {error}")
-                    cluster_state.put_result(job, self._submission.id, failed)
-                    break
             except Exception:
                 log.exception("job %s: the PrimeMaster failed; it tries again", job)
-            time.sleep(_AGAIN_S)
+                time.sleep(_AGAIN_S)
+        shutil.rmtree(_journals(job), ignore_errors=True)
         cluster_state.kill(actor_name(job, "prime"))
+
+    def _attempt(self) -> None:
+        """Run the job until it is over, or has failed because its settings were refused before it began."""
+        job, own = self._submission.spec.name, self._submission.id
+        try:
+            self._serve()
+        except (LaunchError, UsageError, BadRequest) as error:
+            self._refusals += 1
+            address = cluster_state.get_address(job)
+            if self._refusals < _REFUSALS or (address is not None and address.submission == own):
+                raise
+            remove_job(job, but=actor_name(job, "prime"))
+            failed = Roles(phase=JobPhase.FAILED, reason=f"its PrimeMaster cannot run: {error}")
+            cluster_state.put_result(job, own, failed)
 
     def _serve(self) -> None:
         submission, job = self._submission, self._submission.spec.name
@@ -86,14 +94,13 @@ class PrimeActor:
         folder = os.path.join(_journals(job), submission.id)
         http = HttpMaster(listener, journal_of(submission.spec, folder), submission.token, submission.spec.silent_s)
         client = client_of(url, submission.token)
+        masters = RayMasters(submission, SubMasterActor, JobMaster(url, submission.token, submission.id, node))
         try:
-            cluster_state.put_address(job, JobMaster(url, submission.token, submission.id, node))
-            PrimeMaster(submission, client, RayMasters(submission, SubMasterActor), http.revive).run()
+            PrimeMaster(submission, client, masters, http.revive).run()
         finally:
             client.close()
             http.close()
             listener.close()
-        shutil.rmtree(_journals(job), ignore_errors=True)  # the job is over
 
 
 def _journals(job: str) -> str:
@@ -225,9 +232,12 @@ def _send(address: str, data: bytes, timeout_s: float) -> bytes:
 
     Raises OSError (the actor has ended, or its node with the answer is lost), TimeoutError, and CallFailed.
     """
+    sent = None
     try:
-        return ray.get(cluster_state.actor(address).call.remote(data, timeout_s), timeout=timeout_s)
+        sent = cluster_state.actor(address).call.remote(data, timeout_s)
+        return ray.get(sent, timeout=timeout_s)
     except GetTimeoutError:
+        ray.cancel(sent)  # if it has not begun: its caller is gone
         raise TimeoutError from None
     except (RayActorError, ObjectLostError, ValueError) as error:
         raise OSError(f"{address} is gone: {type(error).__name__}") from None

@@ -43,7 +43,11 @@ def connect(address: str) -> None:
 
 def job_named(job: str | None) -> str:
     """The job of that name, or the only one of the cluster. Raises UsageError."""
-    found = sorted(name.removesuffix(_PRIME) for name in cluster_state.actor_names("") if name.endswith(_PRIME))
+    found = sorted(
+        name.removesuffix(_PRIME)
+        for name in cluster_state.actor_names("")
+        if name.endswith(_PRIME) and name.count("/") == 1
+    )
     chosen = [one for one in found if job in (None, one)]
     if len(chosen) == 1:
         return chosen[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import ray
+from ray import PlacementGroupID
 from ray._private.state import available_resources_per_node, state
 from ray.actor import ActorHandle
 from ray.core.generated.gcs_pb2 import ActorTableData  # pyright: ignore[reportAttributeAccessIssue]
@@ -181,9 +182,8 @@ def remove_groups(prefix: str) -> None:
     table: dict[str, dict[str, Any]] = placement_group_table()
     for one in table.values():
         if one["name"].startswith(prefix) and one["state"] != "REMOVED":
-            group = group_named(one["name"])
-            if group is not None:
-                remove_placement_group(group)
+            # Not by name: it belongs to the namespace of the process that submitted the job.
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(one["placement_group_id"]))))
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
@@ -28,13 +28,13 @@ from dlrover_hooks.job.sub_master import client_of
 
 log = logging.getLogger("dlrover_hooks.job")
 
-_UP_S, _POLL_S, _ENDING_S = 120.0, 2.0, 10.0
+_UP_S, _POLL_S, _ENDING_S, _LAST_S = 120.0, 2.0, 10.0, 0.3
 
 
 def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePlugin, ...] = ()) -> RayJob:
     """Start a job on a Ray cluster. It continues when this process ends.
 
-    If it raises, also KeyboardInterrupt, nothing of the job is left.
+    If it raises, also KeyboardInterrupt, nothing of the job runs.
 
     Args:
         spec: the job.
@@ -59,17 +59,40 @@ def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePl
         max_concurrency=4,
         scheduling_strategy=cluster_state.at_the_head(),
     )
+    made: Any = None
     try:
-        made: Any = ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(submission))
-    except ValueError:
-        raise _conflict(spec.name) from None
-    try:
+        made = _created(options, submission)
         return RayJob(submission)
-    except BaseException:
-        ray.kill(made)
-        remove_job(spec.name)
-        cluster_state.delete_address(spec.name)
+    except Conflict:
         raise
+    except BaseException:
+        _withdraw(submission, made)
+        raise
+
+
+def _created(options: dict[str, Any], submission: Submission) -> Any:
+    try:
+        return ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(submission))
+    except ValueError:
+        raise _conflict(submission.spec.name) from None
+
+
+def _withdraw(submission: Submission, made: Any) -> None:
+    """Remove a job that was not started completely. `made`: the actor of its PrimeMaster; None: not known."""
+    job = submission.spec.name
+    prime = actor_name(job, "prime")
+    try:
+        if made is None and _submission_of(prime) != submission.id:
+            return
+        ray.kill(made or cluster_state.actor(prime))
+    except (ValueError, RayError):
+        return
+    for _ in range(2):  # its process may have created one more before it ended
+        remove_job(job, but=prime)
+        time.sleep(_LAST_S)
+    found = cluster_state.get_address(job)
+    if found is not None and found.submission == submission.id:
+        cluster_state.delete_address(job)
 
 
 def attach(job: str, *, address: str | None = None) -> RayJob:
@@ -92,9 +115,8 @@ def attach(job: str, *, address: str | None = None) -> RayJob:
     found = cluster_state.get_address(job)
     if found is None:
         raise LaunchError(f"job {job} does not run in this cluster", hint="Check the name and the address.")
-    client = client_of(found.url, found.token)
-    roles: p.Roles = client.call(p.ShowRoles(job))
-    client.close()
+    with contextlib.closing(client_of(found.url, found.token)) as client:
+        roles: p.Roles = client.call(p.ShowRoles(job))
     spec = msgspec.json.decode(roles.spec, type=JobSpec)
     return RayJob(Submission(spec, found.submission, found.token))
 
@@ -131,8 +153,7 @@ def _await_end(job: str, prime: str) -> None:
     Raises Conflict if the job is not over. `prime`: name of the actor.
     """
     try:
-        actor = cluster_state.actor(prime)
-        submission: str = ray.get(actor.submission.remote(), timeout=_ENDING_S)
+        actor, submission = cluster_state.actor(prime), _submission_of(prime)
     except (ValueError, RayActorError):
         return
     except GetTimeoutError:
@@ -145,6 +166,11 @@ def _await_end(job: str, prime: str) -> None:
             ray.kill(actor)
             deadline += _ENDING_S
         time.sleep(0.05)
+
+
+def _submission_of(prime: str) -> str:
+    """The id of the submission that a PrimeMaster runs. `prime`: name of its actor. Raises ValueError, RayError."""
+    return ray.get(cluster_state.actor(prime).submission.remote(), timeout=_ENDING_S)
 
 
 def _conflict(job: str) -> Conflict:
@@ -214,6 +240,7 @@ class RayJob:
         try:
             return self.wait(timeout_s)
         except (TimeoutError, MasterAway):
+            self._check_name()
             remove_job(self.name)
             stopped = p.Roles(phase=p.JobPhase.STOPPED, reason=f"{reason}; its masters did not answer")
             cluster_state.put_result(self.name, self._submission.id, stopped)
@@ -229,6 +256,12 @@ class RayJob:
             if self._result is not None and self._client is not None:
                 self._client.close()
         return self._result
+
+    def _check_name(self) -> None:
+        """Raises Stale if the PrimeMaster with the name of this job runs another submission."""
+        with contextlib.suppress(ValueError, RayError):  # there is none, or it does not answer
+            if _submission_of(actor_name(self.name, "prime")) != self._submission.id:
+                raise Stale(f"A later job has the name {self.name!r}.")
 
     def _check_prime(self) -> None:
         """Raises Stale if a later submission has the name, and MasterAway if the actor of the PrimeMaster is gone."""

@@ -327,6 +327,7 @@ def test_the_command_shows_a_job_restarts_a_role_and_stops_the_job(backend: Back
     assert used(handle) == {"worker server": 1}
     assert command(backend, handle, "--stop")[0] == f"job {handle.name}: stopped: a user stopped it"
     assert handle.wait(60) == 130
+    nothing_left(backend, handle)
     assert f"{handle.name!r} runs" in command(backend, handle, code=78)[0]
 
 

@@ -168,3 +168,21 @@ def test_journals_are_removed_with_the_job_or_by_the_next_of_its_name(tmp_path: 
     assert second.stop() == 130
     until(lambda: not journals("journaled"), "the journal is removed")
     assert first.name == second.name
+
+
+def test_a_prime_master_that_is_started_again_after_the_end_runs_nothing(tmp_path: Path, one_node: None) -> None:
+    import msgspec
+    import ray
+
+    from dlrover_hooks.integrations.ray import cluster_state
+    from dlrover_hooks.integrations.ray.actors import PrimeActor
+
+    (tmp_path / "end").touch()
+    handle = job(tmp_path, "ended").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
+    assert handle.wait(60) == 0
+    until(lambda: not cluster_state.actor_names("ended/"), "its actors are gone")
+    (tmp_path / "end").unlink()  # a worker would wait for it
+    options = cluster_state.actor_options("ended/prime", num_cpus=0)
+    ray.remote(PrimeActor).options(**options).remote(msgspec.json.encode(handle._submission))
+    until(lambda: not cluster_state.actor_names("ended/"), "it has ended")
+    assert handle.status().phase is p.JobPhase.DONE

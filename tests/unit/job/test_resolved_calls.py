@@ -85,16 +85,16 @@ def test_an_argument_that_cannot_be_sent_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("states", "send", "reason"),
     [
-        ([INITIAL], echo, r"its process \d has not registered, no room"),
+        ([INITIAL], echo, r"its process \d+ has not registered, no room"),
         ([RUNNING], hangs, "its process runs and has not answered"),
         ([INITIAL, RUNNING], hangs, "its process runs and has not answered"),
-        ([RUNNING, INITIAL], ended, r"its process [2-9] has not registered, no room"),
-        ([RUNNING], ended, r"its process has ended, or accepts no calls: nothing listens at address \d"),
+        ([RUNNING, INITIAL], ended, r"its process \d+ has not registered, no room"),
+        ([RUNNING], ended, r"its process has ended, or accepts no calls: nothing listens at address \d+"),
     ],
 )
 def test_a_timeout_tells_the_last_reason(states: list[p.WorkerState], send: Any, reason: str) -> None:
-    with pytest.raises(CallFailed, match=rf"^server 0 of job ppo has not answered generate within 0\.5 s: {reason}$"):
-        calls(ListedWorkers(*states), send).call("server", 0, "generate", [], 0.5)
+    with pytest.raises(CallFailed, match=rf"^server 0 of job ppo has not answered generate within 2 s: {reason}$"):
+        calls(ListedWorkers(*states), send).call("server", 0, "generate", [], 2.0)
 
 
 def test_a_timeout_of_zero_tells_that_there_was_no_time() -> None:
