@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -58,16 +58,15 @@ def _show(ask: Callable[[], JobVitals], *, as_json: bool, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    pause = threading.Event()
     if as_json:
         click.echo(msgspec.json.encode(ask()))
         while watch:
-            pause.wait(_EVERY_S)
+            time.sleep(_EVERY_S)  # Ctrl-C within the wait of an Event can leave its lock in a wrong state
             click.echo(msgspec.json.encode(ask()))
     elif watch:
         with Live(_tables(ask()), auto_refresh=False) as live:
             while True:
-                pause.wait(_EVERY_S)
+                time.sleep(_EVERY_S)
                 live.update(_tables(ask()), refresh=True)
     else:
         Console().print(_tables(ask()))
