@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import socket
-
-import ray
 
 from dlrover_hooks import config as settings
-from dlrover_hooks.errors import LaunchError, UsageError
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ray import cluster_state
 
-_CONNECT_S = 5.0
 _PRIME = cluster_state.actor_name("", "prime")
 
 
@@ -28,17 +24,7 @@ def connect(address: str) -> None:
     address = (settings.ray_address() or address) if address == "auto" else address
     if address != "auto" and ":" not in address:
         raise UsageError(f"{address!r} is no address of a Ray cluster", hint="give HOST:PORT, or auto")
-    try:
-        if address != "auto" and "://" not in address:  # where nothing listens, Ray would try for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-        ray.init(address=address, namespace=cluster_state.NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError) as error:  # an OSError, too, is Ray's ConnectionError
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise LaunchError(
-            f"no Ray cluster answers at {address!r}: {reason}",
-            hint="check its HOST:PORT, and set RAY_AUTH_MODE=token if the cluster needs a token",
-        ) from error
+    cluster_state.connect(address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def job_named(job: str | None) -> str:

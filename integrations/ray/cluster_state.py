@@ -23,15 +23,38 @@ from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dlrover_hooks.errors import LaunchError
 from dlrover_hooks.protocol import Roles
 
 NAMESPACE = "dlrover_hooks"
-_GONE_S, _CONNECT_S, _TASK_S = 15.0, 1.0, 3.0
+_INIT_S, _GONE_S, _CONNECT_S, _TASK_S = 5.0, 15.0, 1.0, 3.0
 _HEAD = "node:__internal_head__"
 _RESULTS = 8
 """Results of so many submissions of a job are kept, the newest ones."""
 NODE_DIED = "its node has died"
 """Ray's error for a lost node contains this text; there is no other way to recognize it."""
+
+
+def connect(address: str, **options: Any) -> None:
+    """Connect this process to a cluster, or start one.
+
+    Args:
+        address: HOST:PORT, a URL, or what else `ray.init` takes, as "auto" and "local".
+        options: of `ray.init`.
+
+    Raises LaunchError: no cluster answers there.
+    """
+    try:
+        host, _, port = address.rpartition(":")
+        if host and "://" not in address:  # where nothing listens, Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _INIT_S).close()
+        ray.init(address=address, namespace=NAMESPACE, **options)
+    except (OSError, ValueError, RuntimeError) as error:  # an OSError, too, is Ray's ConnectionError
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise LaunchError(
+            f"no Ray cluster answers at {address!r}: {reason}",
+            hint="check its HOST:PORT, and set RAY_AUTH_MODE=token if the cluster needs a token",
+        ) from error
 
 
 class JobMaster(msgspec.Struct, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import socket
 import time
@@ -20,13 +19,11 @@ from dlrover_hooks.errors import Conflict, HooksError, LaunchError, MasterAway, 
 from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.actor_platform import remove_job
 from dlrover_hooks.integrations.ray.actors import PrimeActor
-from dlrover_hooks.integrations.ray.cluster_state import NAMESPACE, actor_name, actor_options
+from dlrover_hooks.integrations.ray.cluster_state import actor_name, actor_options
 from dlrover_hooks.job.job_handle import EXIT_CODES
 from dlrover_hooks.job.prime_master import Submission
 from dlrover_hooks.job.spec import JobSpec
 from dlrover_hooks.job.sub_master import client_of
-
-log = logging.getLogger("dlrover_hooks.job")
 
 _UP_S, _POLL_S, _ENDING_S, _LAST_S = 120.0, 2.0, 10.0, 0.3
 
@@ -44,7 +41,7 @@ def submit(spec: JobSpec, *, address: str | None = None, plugins: tuple[p.RolePl
 
     Raises:
         Conflict: a job of this name runs in the cluster.
-        LaunchError: the job could not be started within 120 s.
+        LaunchError: there is no such cluster, or the job could not be started within 120 s.
         UsageError: this process is connected to another cluster than that at `address`.
     """
     _connect(address)
@@ -108,10 +105,7 @@ def attach(job: str, *, address: str | None = None) -> RayJob:
         MasterAway: its master does not answer.
         UsageError: this process is connected to another cluster than that at `address`.
     """
-    try:
-        _connect(address, otherwise="auto")
-    except ConnectionError as error:
-        raise LaunchError(f"no Ray cluster was found: {error}", hint="give address=, or set RAY_ADDRESS") from None
+    _connect(address, otherwise="auto")
     found = cluster_state.get_address(job)
     if found is None:
         raise LaunchError(f"job {job} does not run in this cluster", hint="Check the name and the address.")
@@ -123,7 +117,7 @@ def attach(job: str, *, address: str | None = None) -> RayJob:
 
 def _connect(address: str | None, *, otherwise: str = "local") -> None:
     if not ray.is_initialized():
-        ray.init(address=address or settings.ray_address() or otherwise, namespace=NAMESPACE, log_to_driver=True)
+        cluster_state.connect(address or settings.ray_address() or otherwise, log_to_driver=True)
     elif address is not None and not _is_connected_to(address):
         raise UsageError(
             f"this process is connected to the Ray cluster at {ray.get_runtime_context().gcs_address}, not to the one "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -146,6 +148,24 @@ def test_an_address_of_another_cluster_is_refused(tmp_path: Path, one_node: None
         spec.submit(backend="ray", address="127.0.0.1:1", wait=False)
     (tmp_path / "end").touch()
     assert spec.submit(backend="ray", address=ray.get_runtime_context().gcs_address) == 0
+
+
+SUBMITTER = """
+from dlrover_hooks.errors import LaunchError
+from dlrover_hooks.job import DLJobBuilder
+
+job = DLJobBuilder("nowhere").role("main").run("os:getpid").build()
+try:
+    job.submit(backend="ray", address="127.0.0.1:1")
+except LaunchError as error:
+    print(error.message)
+"""
+
+
+def test_an_address_where_no_cluster_listens_is_refused_at_once() -> None:
+    """Ray alone would try for minutes."""
+    told = subprocess.run([sys.executable, "-c", SUBMITTER], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout == "no Ray cluster answers at '127.0.0.1:1': [Errno 111] Connection refused\n"
 
 
 def test_a_job_whose_master_cannot_run_fails_with_the_reason(tmp_path: Path, one_node: None) -> None:
