@@ -92,20 +92,17 @@ def roles(
 def _at_master(job: str | None, master: str | None, token: str | None, change: RolesChange) -> tuple[str, Roles]:
     """The job's name, and its state after the change."""
     from dlrover_hooks import protocol as p
+    from dlrover_hooks.job.job_handle import STOPPED
 
     asked = job_master(job, master, token, roles=True)
     with asking("roles", asked.master, asked.token) as client:
         if change.restart:
             request = p.RestartRole(asked.job, client.incarnation, change.restart)
         elif change.stop:
-            request = p.StopRoles(asked.job, client.incarnation, _STOPPED)
+            request = p.StopRoles(asked.job, client.incarnation, STOPPED)
         else:
             request = p.ShowRoles(asked.job)
         return asked.job, client.call(request, timeout_s=_PATIENCE_S)
-
-
-_STOPPED = "a user stopped it"
-"""As `JobHandle.stop` says."""
 
 
 def _on_ray(job: str | None, address: str, change: RolesChange) -> tuple[str, Roles]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dlrover_hooks.errors import CallFailed, HooksError, UsageError
 from dlrover_hooks.job.call_codec import decode, encode
+from dlrover_hooks.job.spec import printable
 
 Answer = Callable[[str, list[Any], float], Any]
 """Runs a function by its name with these arguments. The last argument: how many seconds the caller still waits."""
@@ -60,8 +61,7 @@ def _told(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """`text` with lone surrogates, which UTF-8 cannot represent, as escape sequences, and without its middle if it is
-    very long."""
+    """`printable` text, without its middle if it is very long."""
     if len(text) > _MOST_TEXT:
         text = f"{text[: _MOST_TEXT // 2]}\n...\n{text[-_MOST_TEXT // 2 :]}"
-    return str.encode(text, "utf-8", "backslashreplace").decode()
+    return printable(text)

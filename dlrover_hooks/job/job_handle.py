@@ -7,6 +7,8 @@ from typing import Protocol
 from dlrover_hooks.protocol import JobPhase, Roles
 
 EXIT_CODES = {JobPhase.DONE: 0, JobPhase.FAILED: 1, JobPhase.STOPPED: 130}
+STOPPED = "a user stopped it"
+"""The reason that is recorded if `stop` is called without one."""
 
 
 class JobHandle(Protocol):
@@ -39,7 +41,7 @@ class JobHandle(Protocol):
         """
         ...
 
-    def stop(self, reason: str = "a user stopped it", *, timeout_s: float = 60.0) -> int:
+    def stop(self, reason: str = STOPPED, *, timeout_s: float = 60.0) -> int:
         """Stop the job, wait for its end, and return the exit code, as `wait` does.
 
         If the job has not ended after `timeout_s` seconds, its processes are killed.

@@ -27,7 +27,7 @@ from dlrover_hooks.errors import CallFailed, HooksError, JobFinished, MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.job import entry_point
 from dlrover_hooks.job.call_messages import request, result_of
-from dlrover_hooks.job.spec import JobSpec
+from dlrover_hooks.job.spec import JobSpec, printable
 from dlrover_hooks.job.sub_master import reaper, role_job
 from dlrover_hooks.job.worker_context import CallTransport, WorkerContext, enter
 from dlrover_hooks.protocol import AGAIN, REQUEUE
@@ -140,7 +140,7 @@ class Worker:
             if error.__cause__ is not None:
                 sys.stderr.write(_trace(error.__cause__))
             log.error("%s", error)
-            return Outcome(p.WorkerCause.WRONG_SETTING, " ".join(_sendable(str(error)).split()))
+            return Outcome(p.WorkerCause.WRONG_SETTING, " ".join(printable(str(error)).split()))
         except BaseException as error:
             trace = _trace(error)
             sys.stderr.write(trace)
@@ -233,17 +233,12 @@ class Worker:
 
 def _headline(error: BaseException) -> str:
     """Type of the exception and first line of its message."""
-    lines = _sendable("".join(traceback.format_exception_only(error))).strip().splitlines()
+    lines = printable("".join(traceback.format_exception_only(error))).strip().splitlines()
     return lines[-1] if isinstance(error, SyntaxError) else lines[0]  # the lines before it show the source
 
 
 def _trace(error: BaseException) -> str:
-    return _sendable("".join(traceback.format_exception(error)))
-
-
-def _sendable(text: str) -> str:
-    """`text` with lone surrogates, which UTF-8 cannot represent, written as escape sequences."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return printable("".join(traceback.format_exception(error)))
 
 
 class ResolvedCalls:

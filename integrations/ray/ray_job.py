@@ -20,7 +20,7 @@ from dlrover_hooks.integrations.ray import cluster_state
 from dlrover_hooks.integrations.ray.actor_platform import remove_job
 from dlrover_hooks.integrations.ray.actors import PrimeActor
 from dlrover_hooks.integrations.ray.cluster_state import actor_name, actor_options
-from dlrover_hooks.job.job_handle import EXIT_CODES
+from dlrover_hooks.job.job_handle import EXIT_CODES, STOPPED
 from dlrover_hooks.job.prime_master import Submission
 from dlrover_hooks.job.spec import JobSpec
 from dlrover_hooks.job.sub_master import client_of
@@ -226,7 +226,7 @@ class RayJob:
             time.sleep(0.02)
         return EXIT_CODES[roles.phase or p.JobPhase.FAILED]
 
-    def stop(self, reason: str = "a user stopped it", *, timeout_s: float = 60.0) -> int:
+    def stop(self, reason: str = STOPPED, *, timeout_s: float = 60.0) -> int:
         """See `JobHandle`."""
         if self._over() is None:
             with contextlib.suppress(HooksError):

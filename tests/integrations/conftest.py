@@ -46,3 +46,13 @@ def lives(backend: str, tmp_path: Path) -> Iterator[Lives]:
     """Of a job with Keras."""
     with ranks.named_job("keras") as job:
         yield lives_of(backend, job, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_ray_node() -> Iterator[None]:
+    """A Ray cluster of one node, to which this process is connected."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
+    yield
+    ray.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,16 +14,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def one_node() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: Path, one_node: None) -> None:
+def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: Path, one_ray_node: None) -> None:
     wants = job(tmp_path, "wide").ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).resource(cpu=3, tpu_v9=1)
     handle = wants.build().submit(backend="ray", wait=False)
     assert handle.wait(60) == 1
@@ -33,14 +23,14 @@ def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: 
         assert word in reason
 
 
-def test_workers_that_are_to_be_apart_need_as_many_nodes(tmp_path: Path, one_node: None) -> None:
+def test_workers_that_are_to_be_apart_need_as_many_nodes(tmp_path: Path, one_ray_node: None) -> None:
     wants = job(tmp_path, "apart").nodes(2).ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).spread("main")
     handle = wants.build().submit(backend="ray", wait=False)
     assert handle.wait(60) == 1
     assert "each on another node" in handle.status().reason
 
 
-def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_node: None) -> None:
+def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_ray_node: None) -> None:
     import ray
 
     from dlrover_hooks.integrations.ray import cluster_state
@@ -59,7 +49,7 @@ def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_no
     assert ray.is_initialized()
 
 
-def test_a_job_is_found_again_by_its_name(tmp_path: Path, one_node: None) -> None:
+def test_a_job_is_found_again_by_its_name(tmp_path: Path, one_ray_node: None) -> None:
     from dlrover_hooks.integrations.ray import attach
 
     handle = job(tmp_path, "named").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
@@ -71,7 +61,7 @@ def test_a_job_is_found_again_by_its_name(tmp_path: Path, one_node: None) -> Non
 
 
 @pytest.mark.requirement("DL-11")
-def test_a_call_between_roles_is_a_call_of_an_actor(tmp_path: Path, one_node: None) -> None:
+def test_a_call_between_roles_is_a_call_of_an_actor(tmp_path: Path, one_ray_node: None) -> None:
     import ray
 
     job_of_two = job(tmp_path, "calls").role("server").run(f"{ROLES}:serve").not_driver()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ from tests.integrations.ray_nodes import ROLES, job, runs
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def one_node() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, namespace="dlrover_hooks", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def placement_groups(name: str) -> list[str]:
@@ -54,7 +44,7 @@ def lose_prime(name: str) -> None:
     until(lambda: f"{name}/prime" not in cluster_state.actor_names(f"{name}/"), "the PrimeMaster is gone")
 
 
-def test_of_two_submissions_of_a_name_at_the_same_time_one_runs(tmp_path: Path, one_node: None) -> None:
+def test_of_two_submissions_of_a_name_at_the_same_time_one_runs(tmp_path: Path, one_ray_node: None) -> None:
     spec = job(tmp_path, "twice").role("main").run(f"{ROLES}:wait").build()
     handles, refused = list[Any](), list[Conflict]()
     together = threading.Barrier(3)
@@ -77,7 +67,7 @@ def test_of_two_submissions_of_a_name_at_the_same_time_one_runs(tmp_path: Path, 
     assert handles[0].wait(60) == 0
 
 
-def test_a_handle_knows_the_result_of_its_job_when_later_jobs_have_its_name(tmp_path: Path, one_node: None) -> None:
+def test_a_handle_knows_the_result_of_its_job_when_later_jobs_have_its_name(tmp_path: Path, one_ray_node: None) -> None:
     (tmp_path / "end").touch()
     wants = job(tmp_path, "named-again").role("main").run(f"{ROLES}:wait")
     first = wants.build().submit(backend="ray", wait=False)
@@ -92,7 +82,7 @@ def test_a_handle_knows_the_result_of_its_job_when_later_jobs_have_its_name(tmp_
     assert first.status().phase is p.JobPhase.DONE
 
 
-def test_a_handle_whose_name_a_later_job_has_is_stale(tmp_path: Path, one_node: None) -> None:
+def test_a_handle_whose_name_a_later_job_has_is_stale(tmp_path: Path, one_ray_node: None) -> None:
     wants = job(tmp_path, "taken").role("main").run(f"{ROLES}:wait")
     first = wants.build().submit(backend="ray", wait=False)
     lose_prime("taken")
@@ -106,7 +96,7 @@ def test_a_handle_whose_name_a_later_job_has_is_stale(tmp_path: Path, one_node: 
 
 
 def test_ctrl_c_while_a_job_is_being_started_leaves_nothing(
-    tmp_path: Path, one_node: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_ray_node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlrover_hooks.integrations.ray import cluster_state, ray_job
 
@@ -125,7 +115,9 @@ def test_ctrl_c_while_a_job_is_being_started_leaves_nothing(
     assert spec.submit(backend="ray") == 0
 
 
-def test_groups_of_an_earlier_job_of_the_name_are_removed_even_if_it_had_more(tmp_path: Path, one_node: None) -> None:
+def test_groups_of_an_earlier_job_of_the_name_are_removed_even_if_it_had_more(
+    tmp_path: Path, one_ray_node: None
+) -> None:
     wants = job(tmp_path, "grouped")
     for number in range(3):
         wants.role(f"role{number}").run(f"{ROLES}:wait").resource(cpu=1)
@@ -140,7 +132,7 @@ def test_groups_of_an_earlier_job_of_the_name_are_removed_even_if_it_had_more(tm
     assert second.stop() == 130
 
 
-def test_an_address_of_another_cluster_is_refused(tmp_path: Path, one_node: None) -> None:
+def test_an_address_of_another_cluster_is_refused(tmp_path: Path, one_ray_node: None) -> None:
     import ray
 
     spec = job(tmp_path, "elsewhere").role("main").run(f"{ROLES}:wait").build()
@@ -168,7 +160,7 @@ def test_an_address_where_no_cluster_listens_is_refused_at_once() -> None:
     assert told.stdout == "no Ray cluster answers at '127.0.0.1:1': [Errno 111] Connection refused\n"
 
 
-def test_a_job_whose_master_cannot_run_fails_with_the_reason(tmp_path: Path, one_node: None) -> None:
+def test_a_job_whose_master_cannot_run_fails_with_the_reason(tmp_path: Path, one_ray_node: None) -> None:
     (tmp_path / "file").touch()
     wants = job(tmp_path, "unwritable").state(f"file://{tmp_path}/file/state").role("main").run(f"{ROLES}:wait")
     handle = wants.build().submit(backend="ray", wait=False)
@@ -177,7 +169,7 @@ def test_a_job_whose_master_cannot_run_fails_with_the_reason(tmp_path: Path, one
     assert f"{tmp_path}/file/state" in handle.status().reason
 
 
-def test_journals_are_removed_with_the_job_or_by_the_next_of_its_name(tmp_path: Path, one_node: None) -> None:
+def test_journals_are_removed_with_the_job_or_by_the_next_of_its_name(tmp_path: Path, one_ray_node: None) -> None:
     wants = job(tmp_path, "journaled").role("main").run(f"{ROLES}:wait")
     first = wants.build().submit(backend="ray", wait=False)
     (folder,) = journals("journaled")
@@ -190,7 +182,7 @@ def test_journals_are_removed_with_the_job_or_by_the_next_of_its_name(tmp_path: 
     assert first.name == second.name
 
 
-def test_a_prime_master_that_is_started_again_after_the_end_runs_nothing(tmp_path: Path, one_node: None) -> None:
+def test_a_prime_master_that_is_started_again_after_the_end_runs_nothing(tmp_path: Path, one_ray_node: None) -> None:
     import msgspec
     import ray
 

@@ -17,7 +17,7 @@ import msgspec
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.errors import Conflict, HooksError, LaunchError, MasterAway
 from dlrover_hooks.host.child_process import Child, described
-from dlrover_hooks.job.job_handle import EXIT_CODES
+from dlrover_hooks.job.job_handle import EXIT_CODES, STOPPED
 from dlrover_hooks.job.local.host import host_socket
 from dlrover_hooks.job.local.socket_calls import CallClient
 from dlrover_hooks.job.prime_master import Submission
@@ -115,7 +115,7 @@ class LocalJob:
         roles = self._ended()
         return EXIT_CODES[roles.phase or p.JobPhase.FAILED]
 
-    def stop(self, reason: str = "a user stopped it", *, timeout_s: float = 60.0) -> int:
+    def stop(self, reason: str = STOPPED, *, timeout_s: float = 60.0) -> int:
         """See `JobHandle`."""
         if self._result is None and self._host.exit_code() is None:
             with contextlib.suppress(HooksError):

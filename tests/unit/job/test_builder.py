@@ -473,7 +473,7 @@ def test_names_of_a_wrong_type_cause_no_other_problems() -> None:
 
 def test_a_spec_that_was_made_with_wrong_types_is_refused() -> None:
     wrong: Any = "2"
-    roles: Any = [RoleSpec(name="a", entry=ENTRY, workers=wrong, env={"X": wrong, "Y": 1}), 5]  # pyright: ignore
+    roles: Any = [RoleSpec(name="a", entry=ENTRY, workers=wrong, env={"X": wrong, "Y": 1}), 5]  # pyright: ignore[reportArgumentType]
     spec = JobSpec(name="x", roles=roles, nodes=wrong, config={"a": object()})
     said = problems(spec.checked)
     assert said[:4] == [
