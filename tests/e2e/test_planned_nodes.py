@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.descendants import descendants
 from tests.e2e.brain_process import BrainProcess
 from tests.e2e.launched import REPOSITORY, Launched, all_gone
 from tests.e2e.planned_script import EPOCHS, SAMPLES, TRAIN, environment, wrong_steps
@@ -49,10 +50,9 @@ def plans(launched: Launched) -> dict[str, Any]:
 def agents(launched: Launched) -> dict[str, psutil.Process]:
     """The processes of the nodes, by name."""
     found: dict[str, psutil.Process] = {}
-    for one in psutil.Process(launched.process.pid).children():
+    for one in descendants(launched.process.pid, "agent_process", children_only=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if "agent_process" in " ".join(one.cmdline()):
-                found[one.environ()["DLROVER_HOOKS_NODE"]] = one
+            found[one.environ()["DLROVER_HOOKS_NODE"]] = one
     return found
 
 

@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.deep import deep
+from tests.descendants import descendants
 from tests.e2e.launched import Launched, all_gone
 from tests.e2e.master_process import LiveMaster
 
@@ -243,8 +243,8 @@ def test_a_warm_standby_takes_the_seat(
     first = run.wait_for(lambda lives: len(lives) == 2)
     ready = "1 warm standby is" if options else "2 warm standbys are"
     assert run.says(f"{ready} ready to replace workers at once, for ")
-    launcher = psutil.Process(run.process.pid)
-    warm = {one.pid for one in launcher.children() if "dlrover_hooks.launcher.warm.fork_server" in one.cmdline()}
+    found = descendants(run.process.pid, "dlrover_hooks.launcher.warm.fork_server", children_only=True)
+    warm = {one.pid for one in found}
     assert len(warm) == (2 if options else 3), "the server, and those that wait"
     os.kill(first[1]["pid"], signal.SIGKILL)
     lives = run.wait_for(lambda lives: len(lives) == 4)
@@ -266,7 +266,6 @@ def test_no_standby_where_the_user_says_so(launch: Callable[..., Launched]) -> N
     first = run.wait_for(lambda lives: len(lives) == 2)
     os.kill(first[1]["pid"], signal.SIGKILL)
     lives = run.wait_for(lambda lives: len(lives) == 4)
-    children = psutil.Process(run.process.pid).children()
-    assert not any("dlrover_hooks.launcher.warm.fork_server" in one.cmdline() for one in children)
+    assert not descendants(run.process.pid, "dlrover_hooks.launcher.warm.fork_server", children_only=True)
     assert first[0]["pid"] in {life["pid"] for life in lives[2:]}
     stop(run)

@@ -14,6 +14,7 @@ import pytest
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.job import DLJobBuilder
 from dlrover_hooks.job.local import local_job
+from tests.descendants import descendants
 from tests.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,17 +105,14 @@ def test_a_status_that_no_master_answers_leaves_the_job_alone(tmp_path: Path, mo
     job = DLJobBuilder(f"silent-{os.getpid()}").config(folder=str(tmp_path)).env(PYTHONPATH=str(tmp_path))
     handle = job.role("main").run("train:wait").build().submit(wait=False)
     until((tmp_path / "begun").exists, "the worker has begun")
-    masters = [
-        one for one in psutil.Process().children(recursive=True) if one.cmdline()[1:3] == ["-m", "dlrover_hooks.master"]
-    ]
-    for one in masters:
-        one.suspend()
     try:
+        masters = descendants(os.getpid(), "dlrover_hooks.master", handle.name)
+        assert len(masters) == 1
+        masters[0].suspend()
         with pytest.raises(MasterAway):
             handle.status()
+        masters[0].resume()
+        (tmp_path / "end").touch()
+        assert handle.wait(60) == 0, handle.status()
     finally:
-        for one in masters:
-            one.resume()
-    (tmp_path / "end").touch()
-    assert handle.wait(60) == 0, handle.status()
-    assert len(masters) == 1
+        handle.stop()

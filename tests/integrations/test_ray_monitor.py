@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from dlrover_hooks.protocol import Node, NodeResource, NodeType, ScalePlan
 from dlrover_hooks.protocol.samples import ClusterJob, ClusterSample
 from dlrover_hooks.scalers.scaler import NodeState
 from tests.brain_jobs import sample, timed, told
+from tests.descendants import descendants
 from tests.e2e.brain_process import BrainProcess
 from tests.integrations.ray_nodes import ROLES, job, runs
 from tests.waiting import until
@@ -174,8 +176,7 @@ def test_the_monitor_connects_again_when_its_process_has_ended(monitor: RayClust
 
 
 def connected() -> list[psutil.Process]:
-    found = psutil.Process().children()
-    return [one for one in found if "dlrover_hooks.integrations.ray.cluster_view" in one.cmdline()]
+    return descendants(os.getpid(), "dlrover_hooks.integrations.ray.cluster_view", children_only=True)
 
 
 def test_a_brain_samples_a_cluster_and_ends_cleanly(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import psutil
 import pytest
 import sqlalchemy as sa
 
@@ -19,6 +19,7 @@ from dlrover_hooks.master.brain.optimize_processor import OptimizeProcessor
 from dlrover_hooks.master.brain.records import AlgorithmInput, JobRecord
 from dlrover_hooks.master.scaling import OptimizeStage
 from tests.brain_jobs import sample, told
+from tests.descendants import descendants
 from tests.e2e.brain_process import plug_in
 
 GIVEN = AlgorithmInput(JobRecord(told(), OptimizeStage.RUNNING, (sample(2),)), config={"workers": 3})
@@ -84,8 +85,7 @@ def test_a_bad_plug_in_gives_no_plan_and_says_why(plug_ins: Path, name: str, err
 
 def test_a_plug_in_that_hangs_is_ended(plug_ins: Path) -> None:
     assert AlgorithmExecutor(1.5).execute("hanging", GIVEN).proposal is None
-    own = [one for one in psutil.Process().children() if "hanging" in " ".join(one.cmdline())]
-    assert own == []
+    assert descendants(os.getpid(), "hanging") == []
 
 
 def test_a_plug_in_does_not_see_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
