@@ -59,7 +59,7 @@ SERIES = 500
 
 USES = 128
 """Most nodes, and most ranks, with series of what they use: those of unfinished jobs, by job, name and rank.
-Writing them takes tens of milliseconds, in which the master answers nobody."""
+Writing them takes tens of milliseconds, in which the master answers no request."""
 
 
 class _Jobs(Collector):

@@ -152,7 +152,7 @@ class TransferListener:
         self._thread.start()
 
     def expect(self, step: int) -> None:
-        """Hang up on a caller of a step before `step`, which nobody waits for any more. Any thread."""
+        """Close a connection of a step before `step`, for which no transfer waits any more. Any thread."""
         with self._changed:
             if 0 < self._step < step:
                 self._hang_up_on(self._caller)

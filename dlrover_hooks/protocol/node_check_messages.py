@@ -58,7 +58,7 @@ class JoinCheck(Message, frozen=True):
     port: Port
     """Where other nodes reach its listener for transfers."""
     secret: Secret
-    """Whoever dials must know it; the master tells it to the node's peers only."""
+    """The node that connects must know it; the master tells it to the node's peers only."""
     least: World
     most: World
     gather_s: Seconds

@@ -32,7 +32,7 @@ class GPUFake:
     reasons: int = 0
     """Of its clocks: bits of `nvmlClocksEventReason...`."""
     xids: list[int] = field(default_factory=list)
-    """Errors that nobody has heard of yet."""
+    """Errors that were not reported yet."""
     lacks: frozenset[str] = frozenset()
     """Functions that it does not support."""
     lost: bool = False

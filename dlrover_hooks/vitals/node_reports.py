@@ -28,7 +28,7 @@ _PATIENCE_S = 5.0
 _STOP_S = 1.0
 _LAUNCHER = ""
 _AGAIN_S = 60.0
-"""Pause after an error that nobody expects."""
+"""Pause after an unexpected error."""
 
 
 class NodeReports:

@@ -53,7 +53,7 @@ def trees(report: NodeVitals) -> list[WorkerProcesses]:
 
 
 def parted(nodes: Nodes, job: Job, incarnation: str) -> None:
-    """An agent or a worker has left: forget its node's report if nobody else is there."""
+    """An agent or a worker has left: forget its node's report if no other one of the node is left."""
     node = rendezvous.node_of(job.rounds, incarnation)
     if node is not None and not _belongs(job, node):
         nodes.reports.get(job.name, {}).pop(node, None)
