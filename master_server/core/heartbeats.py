@@ -8,7 +8,7 @@ kernel reports a real death at once, so silence alone (C code that holds the GIL
 
 All senders together send at most `beats_per_s`: each reply states the interval that this needs, and leases are at least
 `MISSED` intervals. A closed connection is detected as fast as before. If thousands close at once, as when a proxy is
-restarted, the master needs seconds to accept them again: no worker is declared dead before it could have connected again.
+restarted, the master needs seconds to accept them again: no worker is declared dead before it could connect again.
 """
 
 from __future__ import annotations
