@@ -8,18 +8,20 @@ array would arrive without its mask.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from dlrover_hooks.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ARRAY, _TENSOR, _TUPLE = 1, 2, 3
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray)
 MOST_BYTES = 1 << 31
 """Largest size of an encoded value."""
-_ARRAYS = (np.ndarray, np.memmap)
 _TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter")}
 _HINT = "send numbers, text, bytes, lists, tuples, dicts, NumPy arrays and torch tensors"
 
@@ -75,9 +77,18 @@ def _key(key: Any) -> Any:
 def _plain(value: Any) -> Any:
     """`value` itself. Raises TypeError if it would be decoded as another type."""
     kind = type(value)
-    if kind in _PLAIN or kind in _ARRAYS or isinstance(value, np.generic) or _is_tensor(value):
+    if kind in _PLAIN or _is_tensor(value) or _is_numpy(value):
         return value
     raise TypeError(f"an object of type {kind.__name__}")
+
+
+def _is_numpy(value: Any) -> bool:
+    """NumPy is not imported for this: it is a quarter of the start of a master, which sends no arrays."""
+    if "numpy" not in sys.modules:
+        return False
+    import numpy as np
+
+    return type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -86,19 +97,23 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _extension(value: Any) -> Any:
+    if _is_tensor(value):
+        return msgspec.msgpack.Ext(_TENSOR, _packed_tensor(value))
+    if not _is_numpy(value):
+        raise TypeError(f"an object of type {type(value).__name__}")
+    import numpy as np
+
     if isinstance(value, np.generic):
         item = value.item()
         if type(item) not in _PLAIN:
             raise TypeError(f"a NumPy scalar of type {value.dtype}")
         return item
-    if isinstance(value, np.ndarray):
-        return msgspec.msgpack.Ext(_ARRAY, _packed(value))
-    if _is_tensor(value):
-        return msgspec.msgpack.Ext(_TENSOR, _packed_tensor(value))
-    raise TypeError(f"an object of type {type(value).__name__}")
+    return msgspec.msgpack.Ext(_ARRAY, _packed(value))
 
 
 def _packed(value: np.ndarray[Any, Any]) -> bytes:
+    import numpy as np
+
     if value.dtype.hasobject:
         raise TypeError("a NumPy array of Python objects")
     if value.dtype.fields is not None:
@@ -119,8 +134,8 @@ def _packed_tensor(value: Any) -> bytes:
     _check_size(value.numel() * value.element_size(), "a tensor")
     flat = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     name = str(flat.dtype).removeprefix("torch.")
-    raw = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw.tobytes()))
+    raw = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return msgspec.msgpack.encode(_Array(name, tuple(flat.shape), raw))
 
 
 def _value(code: int, data: memoryview) -> Any:
@@ -130,6 +145,8 @@ def _value(code: int, data: memoryview) -> Any:
         raise msgspec.ValidationError(f"there is no extension {code}")
     found = msgspec.msgpack.decode(data, type=_Array)
     if code == _ARRAY:
+        import numpy as np
+
         return np.frombuffer(bytearray(found.data), np.dtype(found.dtype)).reshape(found.shape)
     import torch
 

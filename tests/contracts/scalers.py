@@ -35,6 +35,8 @@ class Platform(Protocol):
     """Where nodes are started. `before_start`: called with each node that is started; raising is a failed start."""
 
     before_start: Callable[[Node], object]
+    groups: int
+    """A test starts so many groups of `AT_ONCE` nodes: few where each start takes a second of CPU time."""
 
     @property
     def scaler(self) -> Scaler: ...
@@ -51,6 +53,8 @@ class Platform(Protocol):
 class InMemory:
     """`FakeScaler`."""
 
+    groups = 6
+
     def __init__(self, folder: Path) -> None:
         del folder
         self.scaler = FakeScaler(starts_at_once=AT_ONCE, retries=SOON)
@@ -66,6 +70,8 @@ class InMemory:
 
 class OnThisMachine:
     """`ProcessScaler`: each node waits until a line is written to its pipe, and exits with that number."""
+
+    groups = 6
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,6 +99,8 @@ class OnThisMachine:
 
 class OnRay:
     """`ActorScaler`, on a cluster of this process alone. Nodes end as those of `OnThisMachine`."""
+
+    groups = 2
 
     def __init__(self, folder: Path) -> None:
         import ray
@@ -141,6 +149,8 @@ def _processes() -> list[tuple[str, int]]:
 
 class Pods:
     """`PodScaler` on a real control plane, with process-backed Pods. Nodes end as those of `OnThisMachine`."""
+
+    groups = 6
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._plane = folder, control_plane()
