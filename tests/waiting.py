@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 60.0
-"""For what takes seconds at most on a quiet machine: other tests run beside this one, and cores may be slow."""
+WAIT_S = 120.0
+"""For what takes seconds on a quiet machine: other tests run beside this one, and cores may be slow."""
 EVERY_S = 0.01
 
 
@@ -26,7 +26,7 @@ def until(
     """The first true answer of `condition`, which is asked every `every_s` seconds, at least twice.
 
     A LookupError of it is a no: what it asks about is not there yet. `between` is called between two questions, in this
-    thread; what it raises ends the wait. `what` completes the sentence "not within 60 s: ..."; `diagnostic` is called
+    thread; what it raises ends the wait. `what` completes the sentence "not within 120 s: ..."; `diagnostic` is called
     only then, and what it returns is added. Raises AssertionError.
     """
     deadline = time.monotonic() + timeout_s

@@ -176,7 +176,7 @@ def command(backend: Backend, handle: Any, *words: str, code: int = 0) -> list[s
         where = ["--ray-address", ray.get_runtime_context().gcs_address]
         env["RAY_AUTH_MODE"] = "token"  # ray.init has set it in this process, and each test begins without it
     line = [sys.executable, "-m", "dlrover_hooks", "roles", "--job", handle.name, *where, *words]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return [" ".join(one.split()) for one in (done.stdout + done.stderr).splitlines()]
 
@@ -209,7 +209,7 @@ def kill(*pids: int) -> None:
 def test_roles_call_each_other_and_the_job_is_done_with_its_drivers(backend: Backend) -> None:
     job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}.talk")
     handle = backend.submit(job.build())
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
     assert handle.status().phase is p.JobPhase.DONE
     assert ("done", "main", 0, 1, "") in events(handle)
     assert not used(handle)
@@ -218,7 +218,7 @@ def test_roles_call_each_other_and_the_job_is_done_with_its_drivers(backend: Bac
 def test_many_waiting_callers_do_not_delay_others_and_a_call_of_a_done_worker_fails(backend: Backend) -> None:
     job = backend.job().role("server").run(f"{ROLES}:serve").not_driver().role("main").run(f"{ROLES}:crowd")
     handle = backend.submit(job.role("short").run(f"{ROLES}:return_at_once").build())
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
     assert not used(handle)
 
 
@@ -228,7 +228,7 @@ def test_forked_children_of_a_worker_make_calls_of_their_own(tmp_path: Path, req
     job = backend.job().role("server").run(f"{ROLES}:serve").not_driver().role("main").run(f"{ROLES}:fork")
     handle = backend.submit(job.build())
     request.addfinalizer(handle.stop)
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
 
 
 @pytest.mark.requirement("DL-7", "DL-8", "DL-13", "DL-15", "DL-25")
@@ -241,7 +241,7 @@ def test_roles_of_different_kinds_work_at_the_same_time(backend: Backend) -> Non
     assert handle.name == "testing"
     trains(backend.folder, runs(handle, "dp", 0))
     (backend.folder / "steps").touch()
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
     assert (backend.folder / "consumed").read_text() == "True False", "all in order, and without torch"
     assert (backend.folder / "script").read_text() == "--of 3"
     assert not used(handle)
@@ -260,7 +260,7 @@ def test_a_server_is_replaced_and_no_other_process_notices(backend: Backend) -> 
     assert (workers(handle)["server", 1].pid, workers(handle)["main", 0].pid) == (other.pid, main.pid)
     assert used(handle) == {"worker server": 2}
     backend.end()
-    assert handle.wait(60) == 0
+    assert handle.wait(WAIT_S) == 0
 
 
 def test_a_trainer_rejoins_and_the_others_keep_their_processes(backend: Backend) -> None:
@@ -276,7 +276,7 @@ def test_a_trainer_rejoins_and_the_others_keep_their_processes(backend: Backend)
     assert workers(handle)["dp", 0] == survivor
     assert used(handle) == {"worker dp": 1}
     backend.end()
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
 
 
 def test_a_role_that_cannot_recover_is_started_again_and_counted_once(backend: Backend) -> None:
@@ -291,7 +291,7 @@ def test_a_role_that_cannot_recover_is_started_again_and_counted_once(backend: B
             kill(last.pid)
     assert used(handle) == {"worker dp": 2, "role dp": 2}
     backend.end()
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
 
 
 def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -> None:
@@ -305,7 +305,7 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
     arguments = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
     assert not [line for line in arguments if handle.token in line], "every user of the machine can read it"
     backend.end()
-    assert handle.wait(60) == 0
+    assert handle.wait(WAIT_S) == 0
 
 
 def test_the_command_shows_a_job_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
@@ -326,7 +326,7 @@ def test_the_command_shows_a_job_restarts_a_role_and_stops_the_job(backend: Back
     assert workers(handle)["main", 0] == main
     assert used(handle) == {"worker server": 1}
     assert command(backend, handle, "--stop")[0] == f"job {handle.name}: stopped: a user stopped it"
-    assert handle.wait(60) == 130
+    assert handle.wait(WAIT_S) == 130
     nothing_left(backend, handle)
     assert f"{handle.name!r} runs" in command(backend, handle, code=78)[0]
 
@@ -348,7 +348,7 @@ def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> No
     assert workers(handle) == before
     assert not used(handle)
     backend.end()
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
 
 
 @pytest.mark.requirement("DL-20", "DL-21")
@@ -362,7 +362,7 @@ def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> No
     assert workers(handle)["server", 1] == other
     assert used(handle) == {"worker server": 1}  # the death is counted although no master was running
     backend.end()
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
 
 
 def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_concerns_no_other_job(
@@ -386,13 +386,13 @@ def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_conce
     assert workers(one)["server", 0] == server
     assert (workers(two), used(two), events(two, "prime_master")) == (others, {}, [])
     backend.end()
-    assert (one.wait(60), two.wait(60)) == (0, 0)
+    assert (one.wait(WAIT_S), two.wait(WAIT_S)) == (0, 0)
 
 
 def test_an_exception_is_counted_and_ends_the_job_when_the_budget_is_used_up(backend: Backend) -> None:
     job = backend.job().role("main").run(f"{ROLES}:raise_always").restarts(2).role("two").run(f"{ROLES}:wait")
     handle = backend.submit(job.build())
-    assert handle.wait(60) == 1
+    assert handle.wait(WAIT_S) == 1
     status = handle.status()
     assert status.phase is p.JobPhase.FAILED
     assert "main" in status.reason
@@ -403,19 +403,19 @@ def test_an_exception_is_counted_and_ends_the_job_when_the_budget_is_used_up(bac
 
 def test_a_worker_that_raises_once_is_done_in_its_second_life(backend: Backend) -> None:
     handle = backend.submit(backend.job().role("main").run(f"{ROLES}:raise_once").build())
-    assert handle.wait(60) == 0
+    assert handle.wait(WAIT_S) == 0
     assert events(handle, "lost") == [("lost", "main", 0, 1, "raised")]
 
 
 def test_an_exception_whose_text_cannot_be_sent_is_reported(backend: Backend) -> None:
     handle = backend.submit(backend.job().role("main").run(f"{ROLES}:raise_unspeakable").restarts(0).build())
-    assert handle.wait(60) == 1
+    assert handle.wait(WAIT_S) == 1
     assert r"raised: tests.contracts.job_roles.Unspeakable: no \ud800 such prompt" in handle.status().reason
 
 
 def test_preemptions_have_a_budget_of_their_own(backend: Backend) -> None:
     handle = backend.submit(backend.job().role("main").run(f"{ROLES}:leave_once").restarts(0).build())
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
     assert used(handle) == {"preemption": 1}
 
 
@@ -429,7 +429,7 @@ def test_preemptions_have_a_budget_of_their_own(backend: Backend) -> None:
 )
 def test_a_function_that_cannot_be_imported_ends_the_job(backend: Backend, entry: str, says: str) -> None:
     handle = backend.submit(backend.job().role("main").run(entry).build())
-    assert handle.wait(60) == 1
+    assert handle.wait(WAIT_S) == 1
     assert says in handle.status().reason
 
 
@@ -486,7 +486,7 @@ def test_one_job_has_the_same_events_on_both_backends(
         handle.restart("server")
         runs(handle, "server", 0, life=4)
         backend.end()
-        assert handle.wait(60) == 0
+        assert handle.wait(WAIT_S) == 0
         log = events(handle)
         logs.append([log[0], sorted(log[1:3]), *log[3:]])  # the first two workers may register in either order
     assert logs[0] == logs[1]
@@ -511,7 +511,7 @@ def test_plug_ins_change_a_job_and_follow_it_and_one_that_fails_does_not_harm_it
     )
     until(lambda: handle.status().events[-1].kind == "plugin" and not handle.status().avoid, "the node is relaunched")
     backend.end()
-    assert handle.wait(60) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
 
     assert used(handle) == {"worker one": 1, "role one": 1}, "the plug-in has chosen another policy"
     lines = calls.read_text().splitlines()
@@ -536,8 +536,8 @@ def lines(folder: Path, name: str) -> list[list[int]]:
 
 
 def await_lines(folder: Path, name: str) -> None:
-    """Wait until a process works. The timeout is doubled because four processes import frameworks at once."""
-    until(lambda: len(lines(folder, name)) >= 5, f"{name} has five lines", 2 * WAIT_S)
+    """Wait until a process works."""
+    until(lambda: len(lines(folder, name)) >= 5, f"{name} has five lines")
 
 
 def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
@@ -549,7 +549,7 @@ def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
         await_lines(backend.folder, f"{name}-{role.pid}")
         kill(role.pid)
         (backend.folder / f"go-{name}").touch()
-    assert handle.wait(120) == 0, handle.status()
+    assert handle.wait(WAIT_S) == 0, handle.status()
     assert workers(handle)["trainer", 0].pid == survivor.pid
     assert used(handle) == {"worker trainer": 1, "worker reader": 1}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.waiting import json_lines, until
+from tests.waiting import WAIT_S, json_lines, until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ class Launched:
     def read(self) -> list[dict]:
         return json_lines(self.lives)
 
-    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 60.0) -> list[dict]:
+    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = WAIT_S) -> list[dict]:
         def found() -> list[dict] | None:
             return lives if condition(lives := self.read()) else None
 
@@ -75,7 +75,7 @@ class Launched:
 
         return until(found, "what the workers write", timeout_s, between=runs, diagnostic=self.read)
 
-    def says(self, text: str, timeout_s: float = 60.0) -> bool:
+    def says(self, text: str, timeout_s: float = WAIT_S) -> bool:
         """Wait until it says `text` in one line. Raises AssertionError where it does not, at once if it has ended."""
 
         def speaks() -> None:
@@ -86,7 +86,7 @@ class Launched:
 
         return until(said, repr(text), timeout_s, between=speaks, diagnostic=lambda: self._said[-20:])
 
-    def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
+    def end(self, timeout_s: float = WAIT_S) -> tuple[int, str]:
         """Wait until the launcher and all that write to its stderr have ended: its exit code, and what was said."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -97,7 +97,7 @@ class Launched:
         assert not self._listener.is_alive(), f"somebody still holds the stderr of {self.job}: {self._said[-20:]}"
         return self.process.returncode, "".join(self._said)
 
-    def child(self, word: str, timeout_s: float = 60.0, *, other_than: int = 0) -> psutil.Process:
+    def child(self, word: str, timeout_s: float = WAIT_S, *, other_than: int = 0) -> psutil.Process:
         """The launcher's child with `word` in its command line, such as "keeper", as soon as there is one.
 
         `other_than`: a process ID that it does not have.

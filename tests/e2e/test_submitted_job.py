@@ -15,7 +15,7 @@ from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.job import DLJobBuilder
 from dlrover_hooks.job.local import local_job
 from tests.descendants import descendants
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -55,7 +55,7 @@ class Submitter:
     def begun(self) -> None:
         until((self.folder / "begun").exists, "a worker has begun", diagnostic=self._log.read_text)
 
-    def ended(self, timeout_s: float = 60.0) -> tuple[int, list[str]]:
+    def ended(self, timeout_s: float = WAIT_S) -> tuple[int, list[str]]:
         """The exit code, and what the submitter itself has said."""
         code = self.process.wait(timeout_s)
         lines = self._log.read_text().splitlines()
@@ -113,6 +113,6 @@ def test_a_status_that_no_master_answers_leaves_the_job_alone(tmp_path: Path, mo
             handle.status()
         masters[0].resume()
         (tmp_path / "end").touch()
-        assert handle.wait(60) == 0, handle.status()
+        assert handle.wait(WAIT_S) == 0, handle.status()
     finally:
         handle.stop()

@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from tests.e2e.launched import REPOSITORY, all_gone
-from tests.waiting import json_lines, until
+from tests.waiting import WAIT_S, json_lines, until
 
 Lives = list[dict[str, Any]]
 
@@ -100,7 +100,7 @@ class Torchruns:
         if agent:
             self.agents.pop(node).wait(10)
 
-    def end(self, timeout_s: float = 60.0) -> dict[str, int]:
+    def end(self, timeout_s: float = WAIT_S) -> dict[str, int]:
         """Let training end; exit codes of the agents that are left."""
         self.stop.touch()
         return {node: agent.wait(timeout_s) for node, agent in self.agents.items()}

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover_hooks.job.call_messages import request, result_of
 from tests.integrations.ray_nodes import ROLES, job, runs
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: Path, one_ray_node: None) -> None:
     wants = job(tmp_path, "wide").ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).resource(cpu=3, tpu_v9=1)
     handle = wants.build().submit(backend="ray", wait=False)
-    assert handle.wait(60) == 1
+    assert handle.wait(WAIT_S) == 1
     reason = handle.status().reason
     for word in ("never_started", "after 3 s", "2 places", "tpu_v9 1", "1 nodes"):
         assert word in reason
@@ -26,7 +26,7 @@ def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: 
 def test_workers_that_are_to_be_apart_need_as_many_nodes(tmp_path: Path, one_ray_node: None) -> None:
     wants = job(tmp_path, "apart").nodes(2).ready_within(3).role("main").run(f"{ROLES}:wait").workers(2).spread("main")
     handle = wants.build().submit(backend="ray", wait=False)
-    assert handle.wait(60) == 1
+    assert handle.wait(WAIT_S) == 1
     assert "each on another node" in handle.status().reason
 
 
@@ -45,7 +45,7 @@ def test_actors_of_an_earlier_job_of_the_name_are_removed(tmp_path: Path, one_ra
     assert new.pid != old.pid
     until(lambda: not psutil.pid_exists(old.pid), "the old worker is gone")
     (tmp_path / "end").touch()
-    assert second.wait(60) == 0
+    assert second.wait(WAIT_S) == 0
     assert ray.is_initialized()
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.integrations.ray_nodes import EDGE, ROLES, Nodes, job, runs, several_nodes
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_a_worker_of_a_lost_node_goes_on_on_another_one_before_ray_knows(tmp_pat
     assert second.node != first.node
     assert any(one["NodeID"] == lost.node_id and one["Alive"] for one in ray.nodes())  # Ray has not noticed yet
     (tmp_path / "end").touch()
-    assert handle.wait(60) == 0
+    assert handle.wait(WAIT_S) == 0
 
 
 def test_a_worker_of_a_node_that_hangs_goes_on_and_the_old_process_ends_when_it_wakes(
@@ -59,7 +59,7 @@ def test_a_worker_of_a_node_that_hangs_goes_on_and_the_old_process_ends_when_it_
         orphan.send_signal(signal.SIGCONT)  # its master refuses it, and its raylet still hangs
         until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, "the orphan ends by itself")
         (tmp_path / "end").touch()
-        assert handle.wait(60) == 0
+        assert handle.wait(WAIT_S) == 0
     finally:
         for one in stopped:
             if one.is_running():

@@ -19,7 +19,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Node, NodeExit, NodeResource, NodeType, ScalePlan
 from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
 from tests.integrations.ray_nodes import several_nodes
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def runs(scaler: Scaler, *names: str) -> dict[str, psutil.Process]:
     return processes()
 
 
-def ended(scaler: Scaler, timeout_s: float = 60.0) -> ScaledNode:
+def ended(scaler: Scaler, timeout_s: float = WAIT_S) -> ScaledNode:
     def found() -> ScaledNode | None:
         return next((one for one in scaler.list_nodes() if one.state is NodeState.ENDED), None)
 

@@ -16,7 +16,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import Conflict, MasterAway, Stale, UsageError
 from tests.integrations.ray_nodes import ROLES, job, runs
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -64,16 +64,16 @@ def test_of_two_submissions_of_a_name_at_the_same_time_one_runs(tmp_path: Path, 
     assert (len(handles), len(refused)) == (1, 2)
     runs(handles[0], "main", 0)
     (tmp_path / "end").touch()
-    assert handles[0].wait(60) == 0
+    assert handles[0].wait(WAIT_S) == 0
 
 
 def test_a_handle_knows_the_result_of_its_job_when_later_jobs_have_its_name(tmp_path: Path, one_ray_node: None) -> None:
     (tmp_path / "end").touch()
     wants = job(tmp_path, "named-again").role("main").run(f"{ROLES}:wait")
     first = wants.build().submit(backend="ray", wait=False)
-    assert first.wait(60) == 0
+    assert first.wait(WAIT_S) == 0
     second = wants.build().submit(backend="ray", wait=False)
-    assert second.wait(60) == 0
+    assert second.wait(WAIT_S) == 0
     (tmp_path / "end").unlink()
     third = wants.build().submit(backend="ray", wait=False)
     runs(third, "main", 0)
@@ -87,7 +87,7 @@ def test_a_handle_whose_name_a_later_job_has_is_stale(tmp_path: Path, one_ray_no
     first = wants.build().submit(backend="ray", wait=False)
     lose_prime("taken")
     with pytest.raises(MasterAway, match="PrimeMaster was removed"):
-        first.wait(60)
+        first.wait(WAIT_S)
     second = wants.build().submit(backend="ray", wait=False)
     for call in (first.wait, first.status):
         with pytest.raises(Stale, match="later job has the name 'taken'"):
@@ -164,7 +164,7 @@ def test_a_job_whose_master_cannot_run_fails_with_the_reason(tmp_path: Path, one
     (tmp_path / "file").touch()
     wants = job(tmp_path, "unwritable").state(f"file://{tmp_path}/file/state").role("main").run(f"{ROLES}:wait")
     handle = wants.build().submit(backend="ray", wait=False)
-    assert handle.wait(60) == 1
+    assert handle.wait(WAIT_S) == 1
     assert "PrimeMaster cannot run" in handle.status().reason
     assert f"{tmp_path}/file/state" in handle.status().reason
 
@@ -191,7 +191,7 @@ def test_a_prime_master_that_is_started_again_after_the_end_runs_nothing(tmp_pat
 
     (tmp_path / "end").touch()
     handle = job(tmp_path, "ended").role("main").run(f"{ROLES}:wait").build().submit(backend="ray", wait=False)
-    assert handle.wait(60) == 0
+    assert handle.wait(WAIT_S) == 0
     until(lambda: not cluster_state.actor_names("ended/"), "its actors are gone")
     (tmp_path / "end").unlink()  # a worker would wait for it
     options = cluster_state.actor_options("ended/prime", num_cpus=0)
