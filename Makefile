@@ -24,6 +24,7 @@ ADAPTERS := accelerate fabric keras lightning transformers
 OF_ADAPTERS = tests/test_compatibility.py tests/contracts/test_adapter_contract.py \
 	$(foreach name,$(ADAPTERS),$(wildcard tests/integrations/test_$(name)*.py tests/elastic/test_$(name)*.py)) \
 	$(addprefix tests/integrations/,test_drill.py test_export.py test_extra_state.py test_forged_adapters.py test_sharded_refused.py)
+KUBERNETES := tests/kubernetes tests/contracts/test_scaler_contract.py
 IN_PROCESS := tests/unit tests/property tests/simulation
 USUAL := not deep and not kubernetes
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
@@ -71,7 +72,7 @@ kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's c
 	$(BIN)/python -m tests.kubernetes.build
 
 test-kubernetes: kubernetes $(KERAS_READY)  ## run the tests on a real control plane
-	$(PYTEST) -m kubernetes tests
+	$(PYTEST) -m kubernetes $(KUBERNETES)
 
 simulate-masters: $(READY)  ## several masters on a journal in etcd in virtual time, with faults (SEEDS=FIRST:LAST)
 	$(BIN)/python -m tests.simulation $(SEEDS) masters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own default is not ins
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, leaves a worker 3 % of a core beside a busy process
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
+ROOT = Path(__file__).parents[1]
+ON_KUBERNETES = re.findall("^KUBERNETES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+"""Where tests may have the marker: `make test-kubernetes` imports no others, which would take it a minute."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -35,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: of several workers none is left with a long one when the others are done."""
+    for item in items:
+        on_kubernetes = item.get_closest_marker("kubernetes") is not None
+        if on_kubernetes and not any(item.path.is_relative_to(ROOT / one) for one in ON_KUBERNETES):
+            raise pytest.UsageError(f"{item.nodeid} is not in a file of KUBERNETES in the Makefile")
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 
