@@ -15,14 +15,13 @@ from hypothesis import HealthCheck, settings
 from tests import keepers, warm
 from tests.e2e.master_process import LiveMaster
 from tests.kubernetes import control_plane
-from tests.ranks import named_job
+from tests.ranks import ROOT, named_job
 from tests.requirements import Recorder
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own default is not installed here
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, leaves a worker 3 % of a core beside a busy process
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
-ROOT = Path(__file__).parents[1]
 ON_KUBERNETES = re.findall("^KUBERNETES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
 """Where tests may have the marker: `make test-kubernetes` imports no others, which would take it a minute."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -38,7 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: of several workers none is left with a long one when the others are done."""
+    """Files with slow tests first: of several workers none is left with a long one when the others are done.
+
+    Raises pytest.UsageError for a test on Kubernetes in a file that `make test-kubernetes` does not collect.
+    """
     for item in items:
         on_kubernetes = item.get_closest_marker("kubernetes") is not None
         if on_kubernetes and not any(item.path.is_relative_to(ROOT / one) for one in ON_KUBERNETES):

@@ -48,6 +48,12 @@ def test_processes_beside_the_trainer_load_no_framework(module: str) -> None:
     assert loaded(f"import {module}") & FRAMEWORKS == set()
 
 
+def test_the_masters_of_a_job_of_roles_load_no_framework_and_no_numpy() -> None:
+    """Recovery of a PrimeMaster or a SubMaster includes this."""
+    code = "import dlrover_hooks.job.local.prime, dlrover_hooks.job.local.sub_master"
+    assert loaded(code) & (FRAMEWORKS | {"numpy"}) == set()
+
+
 def test_shards_are_leased_without_a_framework() -> None:
     """Keras has other backends than torch. The master of a single worker runs in its process."""
     code = "from dlrover_hooks import ShardDataset; import dlrover_hooks.data.leased.loader_feed as feed"

@@ -56,7 +56,7 @@ def found(scaler: Scaler, name: str) -> ScaledNode:
     return next(one for one in scaler.list_nodes() if one.node.name == name)
 
 
-def run(platform: Platform, *names: str) -> None:
+def assert_running(platform: Platform, *names: str) -> None:
     """Wait until exactly these nodes run."""
     wanted = dict.fromkeys(names, NodeState.RUNNING)
     until(lambda: states(platform.scaler) == wanted, f"{names} run", diagnostic=platform.scaler.list_nodes)
@@ -67,12 +67,12 @@ def run(platform: Platform, *names: str) -> None:
 def test_nodes_are_created_updated_and_deleted_by_plans(platform: Platform) -> None:
     scaler = platform.scaler
     scaler.scale(group(2))
-    run(platform, "worker-0", "worker-1")
+    assert_running(platform, "worker-0", "worker-1")
     scaler.scale(launch(worker(0, cpu=1.0)))
     until(lambda: found(scaler, "worker-0").node.config_resource.cpu == 1.0, "an update")
-    run(platform, "worker-0", "worker-1")
+    assert_running(platform, "worker-0", "worker-1")
     scaler.scale(remove(worker(0)))
-    run(platform, "worker-1")
+    assert_running(platform, "worker-1")
 
 
 @pytest.mark.requirement("SC-47")
@@ -81,26 +81,26 @@ def test_every_scaler_is_used_by_the_same_base_class(platform: Platform) -> None
     assert isinstance(scaler, Scaler)
     assert scaler.list_nodes() == ()
     scaler.scale(launch(worker(0)))
-    run(platform, "worker-0")
+    assert_running(platform, "worker-0")
 
 
 def test_a_group_grows_with_the_lowest_free_ids_and_shrinks_by_the_highest(platform: Platform) -> None:
     scaler = platform.scaler
     scaler.scale(launch(worker(1), worker(4)))
     scaler.scale(group(4, cpu=0.5))
-    run(platform, "worker-0", "worker-1", "worker-2", "worker-4")
+    assert_running(platform, "worker-0", "worker-1", "worker-2", "worker-4")
     assert {one.node.config_resource.cpu for one in scaler.list_nodes()} == {0.5}
     scaler.scale(group(2))
-    run(platform, "worker-0", "worker-1")
+    assert_running(platform, "worker-0", "worker-1")
     scaler.scale(group(0))
-    run(platform)
+    assert_running(platform)
 
 
 def test_the_same_plan_twice_changes_nothing(platform: Platform) -> None:
     scaler = platform.scaler
     plan = ScalePlan({"ps": NodeGroupResource(1)}, [worker(0), worker(1)], [worker(7)])
     scaler.scale(plan)
-    run(platform, "ps-0", "worker-0", "worker-1")
+    assert_running(platform, "ps-0", "worker-0", "worker-1")
     before, number = scaler.list_nodes(), scaler.watch_nodes(0, 0.0).number
     scaler.scale(plan)
     assert scaler.list_nodes() == before
@@ -110,20 +110,20 @@ def test_the_same_plan_twice_changes_nothing(platform: Platform) -> None:
 def test_replacing_a_node_adds_the_new_one_and_removes_the_old_one(platform: Platform) -> None:
     scaler = platform.scaler
     scaler.scale(group(2))
-    run(platform, "worker-0", "worker-1")
+    assert_running(platform, "worker-0", "worker-1")
     scaler.scale(ScalePlan({"worker": NodeGroupResource(2)}, [worker(2)], [worker(0)]))
-    run(platform, "worker-1", "worker-2")
+    assert_running(platform, "worker-1", "worker-2")
 
 
 def test_a_new_node_of_the_same_name_waits_for_the_old_one(platform: Platform) -> None:
     scaler = platform.scaler
     scaler.scale(launch(worker(0)))
-    run(platform, "worker-0")
+    assert_running(platform, "worker-0")
     old = found(scaler, "worker-0").launch
     scaler.scale(remove(worker(0)))
     scaler.scale(launch(worker(0)))
     until(lambda: found(scaler, "worker-0").launch != old, "another node")
-    run(platform, "worker-0")
+    assert_running(platform, "worker-0")
 
 
 def test_a_node_that_is_removed_while_it_starts_does_not_survive(platform: Platform) -> None:
@@ -139,7 +139,7 @@ def test_a_node_that_is_removed_while_it_starts_does_not_survive(platform: Platf
     scaler.scale(remove(worker(0)))
     assert states(scaler) == {"worker-0": NodeState.REMOVING}
     go.set()
-    run(platform)
+    assert_running(platform)
     assert [one.exit for one in scaler.watch_nodes(0, 0.0).nodes] == [NodeExit.REMOVED]
 
 
@@ -152,7 +152,7 @@ def test_a_failed_start_is_tried_again(platform: Platform) -> None:
 
     platform.before_start = fail
     platform.scaler.scale(launch(worker(0)))
-    until(lambda: platform.alive() == ["worker-0"], "a node in the end")
+    assert until(lambda: platform.alive() == ["worker-0"], "a node in the end")
 
 
 @pytest.mark.parametrize("platform", STARTING_HERE, indirect=True)
@@ -165,10 +165,10 @@ def test_what_no_start_should_raise_is_raised_by_the_next_call_and_the_scaler_go
 
     platform.before_start = fail
     platform.scaler.scale(launch(worker(0)))
-    until(lambda: platform.alive() == ["worker-0"], "a node in the end")
+    assert until(lambda: platform.alive() == ["worker-0"], "a node in the end")
     with pytest.raises(HooksError, match="SystemExit"):
         until(lambda: platform.scaler.list_nodes() is None, "the error")
-    run(platform, "worker-0")
+    assert_running(platform, "worker-0")
 
 
 def test_a_start_that_fails_for_good_is_given_up_and_listed(platform: Platform) -> None:
@@ -184,7 +184,7 @@ def test_a_start_that_fails_for_good_is_given_up_and_listed(platform: Platform) 
     ended = found(platform.scaler, "worker-0")
     assert (ended.exit, "no place" in ended.detail, len(tries)) == (NodeExit.NEVER_STARTED, True, SOON.attempts)
     platform.scaler.scale(remove(worker(0)))
-    run(platform)
+    assert_running(platform)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_node_that_ends_is_reported_once_with_its_reason_and_not_restarted(
 ) -> None:
     scaler = platform.scaler
     scaler.scale(group(2))
-    run(platform, "worker-0", "worker-1")
+    assert_running(platform, "worker-0", "worker-1")
     number = scaler.watch_nodes(0, 0.0).number
     platform.end("worker-1", code)
     changes = scaler.watch_nodes(number, 60.0)
@@ -214,9 +214,9 @@ def test_a_node_that_ends_is_reported_once_with_its_reason_and_not_restarted(
 def test_no_change_is_lost_to_a_watcher_that_comes_late(platform: Platform) -> None:
     scaler = platform.scaler
     scaler.scale(group(2))
-    run(platform, "worker-0", "worker-1")
+    assert_running(platform, "worker-0", "worker-1")
     scaler.scale(remove(worker(0), worker(1)))
-    run(platform)
+    assert_running(platform)
     changes = scaler.watch_nodes(0, 0.0)
     assert {one.node.name: (one.state, one.exit) for one in changes.nodes} == {
         name: (NodeState.GONE, NodeExit.REMOVED) for name in ("worker-0", "worker-1")
@@ -242,10 +242,10 @@ def test_nodes_are_started_in_parallel_and_scale_returns_at_once(platform: Platf
     platform.scaler.scale(group(most))
     waits = {NodeState.WAITING, NodeState.STARTING}
     assert waits & set(states(platform.scaler).values()), "scale has waited for its nodes"
-    run(platform, *(f"worker-{number}" for number in range(most)))
+    assert_running(platform, *(f"worker-{number}" for number in range(most)))
     platform.before_start = lambda node: None
     platform.scaler.scale(group(most + 2))
-    run(platform, *(f"worker-{number}" for number in range(most + 2)))
+    assert_running(platform, *(f"worker-{number}" for number in range(most + 2)))
 
 
 def test_a_plan_that_is_refused_changes_nothing(platform: Platform) -> None:

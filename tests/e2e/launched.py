@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.descendants import descendants
 from tests.waiting import WAIT_S, json_lines, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -102,14 +102,10 @@ class Launched:
 
         `other_than`: a process ID that it does not have.
         """
-        launcher = psutil.Process(self.process.pid)
 
         def found() -> psutil.Process | None:
-            for child in launcher.children():
-                with contextlib.suppress(psutil.Error):
-                    if child.pid != other_than and any(word in part for part in child.cmdline()):
-                        return child
-            return None
+            children = descendants(self.process.pid, word, children_only=True)
+            return next((one for one in children if one.pid != other_than), None)
 
         return until(found, f"a child process with {word} in its command line", timeout_s)
 

@@ -104,14 +104,15 @@ def test_a_status_that_no_master_answers_leaves_the_job_alone(tmp_path: Path, mo
     (tmp_path / "train.py").write_text(SCRIPT)
     job = DLJobBuilder(f"silent-{os.getpid()}").config(folder=str(tmp_path)).env(PYTHONPATH=str(tmp_path))
     handle = job.role("main").run("train:wait").build().submit(wait=False)
-    until((tmp_path / "begun").exists, "the worker has begun")
     try:
-        masters = descendants(os.getpid(), "dlrover_hooks.master", handle.name)
-        assert len(masters) == 1
-        masters[0].suspend()
-        with pytest.raises(MasterAway):
-            handle.status()
-        masters[0].resume()
+        until((tmp_path / "begun").exists, "the worker has begun")
+        (master,) = descendants(os.getpid(), "dlrover_hooks.master", handle.name)
+        master.suspend()
+        try:
+            with pytest.raises(MasterAway):
+                handle.status()
+        finally:
+            master.resume()
         (tmp_path / "end").touch()
         assert handle.wait(WAIT_S) == 0, handle.status()
     finally:

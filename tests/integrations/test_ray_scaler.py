@@ -139,7 +139,7 @@ def test_a_node_without_room_is_starting_and_runs_when_another_one_is_removed(tw
         running = {"worker-0": NodeState.RUNNING, "worker-3": NodeState.RUNNING}
         until(lambda: states(scaler) == waiting | running, "those with room run", diagnostic=scaler.list_nodes)
         scaler.scale(ScalePlan(remove_nodes=[worker(0), worker(2)]))
-        runs(scaler, "worker-1", "worker-3")
+        assert set(runs(scaler, "worker-1", "worker-3")) == {"worker-1", "worker-3"}
 
 
 def test_what_a_node_needs_is_reserved_until_it_ends(two_cores: None) -> None:
