@@ -30,6 +30,9 @@ USUAL := not deep and not kubernetes
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
+# The tests start some thousands of processes. Without .pyc files each compiles the package again: 3 s, not 0.6 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters simulate-roles simulate-cluster chaos kubernetes test-kubernetes check structure format docs clean
 

@@ -160,7 +160,8 @@ class Liveness:
     def heard_of(self, event: Message) -> None:
         """An event shows that its sender is alive; others end the tracking of a process, or of a job's nodes."""
         if isinstance(event, _SPEAK):
-            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
+            silence_s, beats = heartbeats.silence_s(self._nodes), isinstance(event, RegisterWorker)
+            self._heard((event.job, event.incarnation), silence_s, beats=beats)
         elif isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, OpenLedger):
@@ -224,8 +225,8 @@ class Liveness:
             heartbeats.heard(self._nodes, (job, member.incarnation), now, GRACE_S)
         self._arm()
 
-    def _heard(self, name: Name, for_s: float) -> None:
-        heartbeats.heard(self._nodes, name, self._now(), for_s)
+    def _heard(self, name: Name, for_s: float, *, beats: bool = False) -> None:
+        heartbeats.heard(self._nodes, name, self._now(), for_s, beats=beats)
         self._arm()
 
     def _has_rank(self, name: Name) -> bool:

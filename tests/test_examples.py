@@ -349,10 +349,10 @@ def job_of_roles(folder: Path, script: str, *options: str) -> str:
 @pytest.mark.slow
 def test_the_ppo_example_loses_six_workers_and_no_prompt(tmp_path: Path) -> None:
     """The script itself checks the prompts, the steps and the events. The weights are those of the undisturbed run."""
-    calm = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "1920")
-    struck = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "1920", "--kills")
+    calm = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "960")
+    struck = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "960", "--kills")
     assert len(re.findall("kill -9 (?:rollout|trainer)", struck)) == 6
-    assert "120 of 120 steps, 3840 answers, 6 kills" in struck
+    assert "60 of 60 steps, 1920 answers, 6 kills" in struck
     assert checksum(calm) == checksum(struck), struck
     assert (tmp_path / "build/ppo.png").stat().st_size > 10_000
 

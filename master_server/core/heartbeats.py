@@ -167,10 +167,10 @@ def lease_of(nodes: Nodes, pulse: LivenessLease) -> float:
     return max(silent_s, nodes.open_lease_s) if pulse.ears else silent_s
 
 
-def heard(nodes: Nodes, name: Name, now: float, for_s: float) -> None:
-    """Another sign of life, which is valid for at least `for_s`."""
+def heard(nodes: Nodes, name: Name, now: float, for_s: float, *, beats: bool = False) -> None:
+    """Another sign of life, which is valid for at least `for_s`. `beats`: heartbeats follow at once."""
     pulse = _pulse(nodes, name, now)
-    pulse.until = max(pulse.until, now + for_s)
+    pulse.until, pulse.beats = max(pulse.until, now + for_s), pulse.beats or beats
     _clear(nodes, pulse)
     _queue(nodes, name, pulse)
 

@@ -1,4 +1,7 @@
-"""Functions of roles for tests/contracts/test_job_backends.py. They and the test exchange files in a folder."""
+"""Functions of roles that need no torch, for the tests of jobs on both backends. They and the tests exchange files.
+
+An import of torch takes a process 3 s of CPU time: what needs it is in `job_trainers`.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pytest
-
-from dlrover_hooks import elastic_run
 from dlrover_hooks.errors import CallFailed, UsageError
 from dlrover_hooks.job import current_worker
 
+if TYPE_CHECKING:
+    import numpy as np
 
-def _folder() -> Path:
+
+def folder() -> Path:
+    """Of this test."""
     return Path(current_worker().config["folder"])
 
 
 def _until(name: str) -> None:
     """Wait until the test has created this file."""
-    while not (_folder() / name).exists():
+    while not (folder() / name).exists():
         threading.Event().wait(0.02)
 
 
@@ -50,7 +53,7 @@ def serve() -> None:
 
 def site() -> None:
     """Writes the variables that plug-ins have set into a file."""
-    (_folder() / f"site-{current_worker().life}").write_text(f"{os.environ['SITE']}, {os.environ['SITE_WORKER']}")
+    (folder() / f"site-{current_worker().life}").write_text(f"{os.environ['SITE']}, {os.environ['SITE_WORKER']}")
     _until("end")
 
 
@@ -62,12 +65,15 @@ def wait() -> None:
 def call() -> None:
     """Calls the servers repeatedly, also while they are replaced."""
     servers = current_worker().role("server")
-    while not (_folder() / "end").exists():
+    while not (folder() / "end").exists():
         assert servers.shard("double", [1, 2, 3], timeout_s=60.0) == [2, 4, 6]
 
 
 def talk() -> None:
     """Makes every kind of call once."""
+    import numpy as np
+    import pytest
+
     servers = current_worker().role("server")
     assert servers.shard("double", list(range(5))) == [0, 2, 4, 6, 8]
     assert len(set(servers.broadcast("pid"))) == servers.workers
@@ -101,6 +107,8 @@ def return_at_once() -> None:
 
 def crowd() -> None:
     """Waits for items of a queue on more threads than serve calls on Ray, and calls a worker that is done."""
+    import pytest
+
     with pytest.raises(CallFailed, match="is done: its function has returned"):
         current_worker().role("short").call("f", timeout_s=60.0)
     server = current_worker().role("server")
@@ -164,54 +172,3 @@ def leave_once() -> None:
     """Its first life is preempted."""
     if current_worker().life == 1:
         sys.exit(75)
-
-
-def reduce() -> None:
-    """All-reduces until the test ends. Its process group cannot be re-created without new processes."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    while True:
-        over = torch.tensor(float((_folder() / "end").exists()))
-        dist.all_reduce(over)
-        if over > 0:
-            break
-        threading.Event().wait(0.01)
-    dist.destroy_process_group()
-
-
-@elastic_run
-def train() -> None:
-    """Trains with DDP, and recovers without new processes."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from dlrover_hooks import AsyncCheckpointer, elastic_loader
-
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = DataLoader(TensorDataset(torch.randn(4096, 4)), batch_size=8)
-    loader = elastic_loader(data, optimizer=optimizer)
-    checkpointer = AsyncCheckpointer(None, model=model, optimizer=optimizer, loader=loader)
-    steps = 0
-    for _ in loader.epochs(100_000):
-        for (batch,) in loader:
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-            steps += 1
-            (_folder() / f"steps-{os.getpid()}").write_text(str(steps))
-            over = torch.tensor(float((_folder() / "end").exists()))
-            dist.all_reduce(over)
-            if over > 0:
-                checkpointer.close()
-                return
-            threading.Event().wait(0.01)
-
-
-NOT_A_FUNCTION = 3

@@ -766,13 +766,19 @@ class Detector:
         return {incarnation for _, incarnation in self.nodes.pulses}
 
 
-def test_a_registered_worker_that_sends_no_heartbeats_is_declared_dead() -> None:
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_registered_worker_that_sends_no_heartbeats_is_declared_dead(watches: bool) -> None:
+    """Its sockets stay open if it was stopped between its first watch and its first heartbeat."""
+
     async def scenario() -> Detector:
         detector = Detector(world := RoleWorld(actor(), up=False))
+        detector.nodes.open_lease_s = detector.nodes.lease_s  # as masters of roles have it
         detector.liveness.start()
         for rank in range(2):
             world.register(rank)
             detector.liveness.heard_of(p.RegisterWorker("job", f"actor:{rank}:1", "actor", rank, 1, "n"))
+            if watches:
+                detector.liveness.waits(p.Watch("job", f"actor:{rank}:1"), 20.0)
         assert detector.tracked == {"actor:0:1", "actor:1:1"}
         for _ in range(4):
             detector.beat("actor:1:1")
