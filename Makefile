@@ -54,7 +54,7 @@ demo-scaling: $(READY)  ## train on as many workers as pay, and draw workers, sp
 # First what waits for no other process and fails soonest, then what starts real ones.
 test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
-	$(PYTEST) $(SPREAD) -m "$(USUAL)" $(IN_PROCESS)
+	$(PYTEST) -n $(TEST_WORKERS) --dist worksteal -m "$(USUAL)" $(IN_PROCESS)
 	$(PYTEST) $(SPREAD) -m "$(USUAL)" tests $(IN_PROCESS:%=--ignore=%)
 else
 	$(PYTEST) $(TEST_ARGS)
@@ -71,11 +71,11 @@ requirements: $(READY)  ## run all tests, then list the requirements that they p
 	@status=0; $(MAKE) -k test test-deep test-kubernetes PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
 		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
 
-kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (4 to 14 minutes)
+kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (4 to 9 minutes)
 	$(BIN)/python -m tests.kubernetes.build
 
 test-kubernetes: kubernetes $(KERAS_READY)  ## run the tests on a real control plane
-	$(PYTEST) -m kubernetes $(KUBERNETES)
+	$(PYTEST) $(SPREAD) -m kubernetes $(KUBERNETES)
 
 simulate-masters: $(READY)  ## several masters on a journal in etcd in virtual time, with faults (SEEDS=FIRST:LAST)
 	$(BIN)/python -m tests.simulation $(SEEDS) masters

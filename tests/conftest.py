@@ -20,6 +20,7 @@ from tests.requirements import Recorder
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own default is not installed here
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, leaves a worker 3 % of a core beside a busy process
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that no test uses: 5 s of CPU time
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
 ON_KUBERNETES = re.findall("^KUBERNETES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()

@@ -148,10 +148,6 @@ def fork() -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
 
 
-def raise_always() -> None:
-    raise RuntimeError("this model does not fit")
-
-
 class Unspeakable(Exception):
     """Its text has a lone surrogate, which UTF-8 cannot represent."""
 
@@ -159,7 +155,7 @@ class Unspeakable(Exception):
         return "no \ud800 such prompt"
 
 
-def raise_unspeakable() -> None:
+def raise_always() -> None:
     raise Unspeakable
 
 

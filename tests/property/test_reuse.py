@@ -279,7 +279,7 @@ class Lockstep(RuleBasedStateMachine):
 
 
 TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLockstep.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.parametrize("lags", [(0, 0), (0, 3), (1, 1), (2, 5), (3, 0), (6, 6), (9, 9), (12, 7), (20, 15)])

@@ -90,7 +90,7 @@ def forget_requests(patch: Patch) -> None:
 BROKEN: dict[Callable[[Patch], None], int] = {
     lead_too_long: 1,
     write_without_the_epoch: 1,
-    take_silence_for_a_refusal: 13,
+    take_silence_for_a_refusal: 17,
     forget_the_member_before: 17,
     end_without_leadership: 1,
     forget_requests: 1,
