@@ -4,6 +4,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 PIP := -m pip --disable-pip-version-check -qq
+# pip compiles what it installs on one core, for two minutes. Files for other versions of Python cannot be compiled.
+COMPILE := -m compileall -qq -j 0
 READY := .venv/.ready
 KERAS_ENV := .venv-keras
 KERAS_READY := $(KERAS_ENV)/.ready
@@ -122,8 +124,9 @@ $(OLDEST_READY): pyproject.toml constraints.txt tests/compat.toml | $(READY)
 	@echo "setting up $(OLDEST_ENV) (once)"
 	@mkdir -p build && $(BIN)/python -m tests.compatibility $(OLDEST_ENV) > build/oldest.txt
 	test -x $(OLDEST_ENV)/bin/pip || $(PYTHON) -m venv $(OLDEST_ENV)
-	$(OLDEST_ENV)/bin/python $(PIP) install -c build/oldest.txt torch==2.13.0 setuptools
-	$(OLDEST_ENV)/bin/python $(PIP) install -c build/oldest.txt --no-build-isolation -e '.[transformers,lightning,keras,test]'
+	$(OLDEST_ENV)/bin/python $(PIP) install --no-compile -c build/oldest.txt torch==2.13.0 setuptools
+	$(OLDEST_ENV)/bin/python $(PIP) install --no-compile -c build/oldest.txt --no-build-isolation -e '.[transformers,lightning,keras,test]'
+	@$(OLDEST_ENV)/bin/python $(COMPILE) $(OLDEST_ENV)/lib || true
 	@touch $@
 
 # torch goes in by itself and pinned, so that no resolver ever weighs another build of it.
@@ -131,15 +134,17 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dlrover-hooks needs Python 3.10 or newer; set PYTHON=...")'
 	@echo "setting up .venv (once; some minutes on a slow line)"
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP) install -c constraints.txt torch==2.13.0 setuptools
-	$(BIN)/python $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python $(PIP) install --no-compile -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/python $(PIP) install --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python $(COMPILE) .venv/lib || true
 	@touch $@
 
 # Keras' other backends, without torch: what the tests there import must be theirs.
 $(KERAS_READY): pyproject.toml constraints.txt
 	@echo "setting up $(KERAS_ENV) (once)"
 	test -x $(KERAS_ENV)/bin/pip || $(PYTHON) -m venv $(KERAS_ENV)
-	$(KERAS_ENV)/bin/python $(PIP) install -c constraints.txt setuptools
-	$(KERAS_ENV)/bin/python $(PIP) install -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
-	$(KERAS_ENV)/bin/python $(PIP) install -c constraints.txt --no-deps tf-keras  # with its dependencies a second TensorFlow would come
+	$(KERAS_ENV)/bin/python $(PIP) install --no-compile -c constraints.txt setuptools
+	$(KERAS_ENV)/bin/python $(PIP) install --no-compile -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
+	$(KERAS_ENV)/bin/python $(PIP) install --no-compile -c constraints.txt --no-deps tf-keras  # with its dependencies a second TensorFlow would come
+	@$(KERAS_ENV)/bin/python $(COMPILE) $(KERAS_ENV)/lib || true
 	@touch $@
