@@ -16,6 +16,8 @@ DEMO_ARGS ?= --workers $(WORKERS)
 TEST_ARGS ?=
 # More than the two cores that CI has: tests wait for processes a part of their time.
 TEST_WORKERS ?= 3
+# Of the deep tests only this part, such as 1/2.
+DEEP_PART ?=
 BENCH_ARGS ?=
 SEEDS ?= 1:2000
 ROUNDS ?= 4
@@ -62,8 +64,8 @@ else
 	$(PYTEST) $(TEST_ARGS)
 endif
 
-test-deep: $(READY) $(KERAS_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
-	$(PYTEST) $(SPREAD) -m deep tests
+test-deep: $(READY) $(KERAS_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves (DEEP_PART=1/2 for a half)
+	$(PYTEST) $(SPREAD) -m deep $(DEEP_PART:%=--deep-part %) tests
 
 test-oldest: $(OLDEST_READY)  ## run the tests of the adapters with the oldest versions of the frameworks that pyproject.toml allows
 	$(OLDEST_ENV)/bin/python -m pytest --durations=10 $(SPREAD) -m "$(USUAL)" $(OF_ADAPTERS)
