@@ -3,8 +3,9 @@
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
-PIP := -m pip --disable-pip-version-check -qq
-# pip compiles what it installs on one core, for two minutes. Files for other versions of Python cannot be compiled.
+# pip would compile what it installs on one core, for two minutes. COMPILE uses all cores, and fails for files that
+# packages have for other versions of Python, as pip does without saying so.
+INSTALL := -m pip --disable-pip-version-check -qq install --no-compile
 COMPILE := -m compileall -qq -j 0
 READY := .venv/.ready
 KERAS_ENV := .venv-keras
@@ -55,7 +56,7 @@ demo-ps: $(READY) $(KERAS_READY)  ## train on TensorFlow's parameter servers, sc
 demo-scaling: $(READY)  ## train on as many workers as pay, and draw workers, speed and plans
 	$(BIN)/python examples/scaling/demo.py
 
-# First what waits for no other process and fails soonest, then what starts real ones.
+# First what waits for no other process and fails soonest, its tests one by one to any worker; then what starts real ones.
 test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
 	$(PYTEST) -n $(TEST_WORKERS) --dist worksteal -m "$(USUAL)" $(IN_PROCESS)
@@ -75,7 +76,7 @@ requirements: $(READY)  ## run all tests, then list the requirements that they p
 	@status=0; $(MAKE) -k test test-deep test-kubernetes PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
 		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
 
-kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (4 to 9 minutes)
+kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (about 7 minutes)
 	$(BIN)/python -m tests.kubernetes.build
 
 test-kubernetes: kubernetes $(KERAS_READY)  ## run the tests on a real control plane
@@ -126,8 +127,8 @@ $(OLDEST_READY): pyproject.toml constraints.txt tests/compat.toml | $(READY)
 	@echo "setting up $(OLDEST_ENV) (once)"
 	@mkdir -p build && $(BIN)/python -m tests.compatibility $(OLDEST_ENV) > build/oldest.txt
 	test -x $(OLDEST_ENV)/bin/pip || $(PYTHON) -m venv $(OLDEST_ENV)
-	$(OLDEST_ENV)/bin/python $(PIP) install --no-compile -c build/oldest.txt torch==2.13.0 setuptools
-	$(OLDEST_ENV)/bin/python $(PIP) install --no-compile -c build/oldest.txt --no-build-isolation -e '.[transformers,lightning,keras,test]'
+	$(OLDEST_ENV)/bin/python $(INSTALL) -c build/oldest.txt torch==2.13.0 setuptools
+	$(OLDEST_ENV)/bin/python $(INSTALL) -c build/oldest.txt --no-build-isolation -e '.[transformers,lightning,keras,test]'
 	@$(OLDEST_ENV)/bin/python $(COMPILE) $(OLDEST_ENV)/lib || true
 	@touch $@
 
@@ -136,8 +137,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dlrover-hooks needs Python 3.10 or newer; set PYTHON=...")'
 	@echo "setting up .venv (once; some minutes on a slow line)"
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP) install --no-compile -c constraints.txt torch==2.13.0 setuptools
-	$(BIN)/python $(PIP) install --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/python $(INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(BIN)/python $(COMPILE) .venv/lib || true
 	@touch $@
 
@@ -145,8 +146,8 @@ $(READY): pyproject.toml constraints.txt
 $(KERAS_READY): pyproject.toml constraints.txt
 	@echo "setting up $(KERAS_ENV) (once)"
 	test -x $(KERAS_ENV)/bin/pip || $(PYTHON) -m venv $(KERAS_ENV)
-	$(KERAS_ENV)/bin/python $(PIP) install --no-compile -c constraints.txt setuptools
-	$(KERAS_ENV)/bin/python $(PIP) install --no-compile -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
-	$(KERAS_ENV)/bin/python $(PIP) install --no-compile -c constraints.txt --no-deps tf-keras  # with its dependencies a second TensorFlow would come
+	$(KERAS_ENV)/bin/python $(INSTALL) -c constraints.txt setuptools
+	$(KERAS_ENV)/bin/python $(INSTALL) -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
+	$(KERAS_ENV)/bin/python $(INSTALL) -c constraints.txt --no-deps tf-keras  # with its dependencies a second TensorFlow would come
 	@$(KERAS_ENV)/bin/python $(COMPILE) $(KERAS_ENV)/lib || true
 	@touch $@

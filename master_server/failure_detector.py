@@ -43,7 +43,7 @@ from dlrover_hooks.protocol import (
 )
 
 log = logging.getLogger("dlrover_hooks.master")
-_SPEAK = (TakeLeases, Join, RegisterTask, RegisterWorker)
+_SPEAK = (TakeLeases, Join, RegisterTask)
 """Events that only show that their sender lives, the most frequent first."""
 _UNTRACKED = (AwaitTasks, AwaitRoles, AwaitCluster, AwaitCheck, AwaitNodes)
 
@@ -160,8 +160,9 @@ class Liveness:
     def heard_of(self, event: Message) -> None:
         """An event shows that its sender is alive; others end the tracking of a process, or of a job's nodes."""
         if isinstance(event, _SPEAK):
-            silence_s, beats = heartbeats.silence_s(self._nodes), isinstance(event, RegisterWorker)
-            self._heard((event.job, event.incarnation), silence_s, beats=beats)
+            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
+        elif isinstance(event, RegisterWorker):
+            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes), beats=True)
         elif isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, OpenLedger):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import keepers, warm
-from tests.deep import in_part
+from tests import deep, keepers, warm
 from tests.e2e.master_process import LiveMaster
 from tests.kubernetes import control_plane
 from tests.ranks import ROOT, named_job
@@ -35,7 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     chaos.addoption("--chaos-real-rounds", type=int, default=10, metavar="N", help="with real ones (10)")
     chaos.addoption("--chaos-run-rounds", type=int, default=1, metavar="N", help="each kind of fault so often (1)")
     chaos.addoption("--chaos-seed", type=int, metavar="S", help="of the first batch; the seed is printed")
-    parser.addoption("--deep-part", metavar="I/N", help="of the deep tests only those of part I of N, such as 1/2")
+    parser.addoption(
+        "--deep-part", type=deep.part, metavar="I/N", help="of the deep tests only part I of N, such as 1/2"
+    )
     parser.addoption("--requirements", type=Path, metavar="FILE", help="add to FILE how tests with requirements ended")
 
 
@@ -50,11 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         on_kubernetes = item.get_closest_marker("kubernetes") is not None
         if on_kubernetes and not any(item.path.is_relative_to(ROOT / one) for one in ON_KUBERNETES):
             raise pytest.UsageError(f"{item.nodeid} is not in a file of KUBERNETES in the Makefile")
-    if config.option.deep_part:
-        part, found = config.option.deep_part, [item for item in items if item.get_closest_marker("deep") is not None]
-        others = {item for item in found if not in_part(item.nodeid, part)}
-        config.hook.pytest_deselected(items=list(others))
-        items[:] = [item for item in items if item not in others]
+    if (part := config.option.deep_part) is not None:
+        others = [one for one in items if one.get_closest_marker("deep") is not None and not part.has(one.nodeid)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [one for one in items if one not in others]
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 

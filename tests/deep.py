@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,7 +15,20 @@ def deep(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.deep, **options)
 
 
-def in_part(test: str, part: str) -> bool:
-    """Whether a test belongs to a part such as "1/2" of all. That depends on its name alone."""
-    number, of = map(int, part.split("/"))
-    return zlib.crc32(test.encode()) % of == number % of
+class Part(NamedTuple):
+    """A part of all tests, such as the first of two."""
+
+    number: int
+    of: int
+
+    def has(self, test: str) -> bool:
+        """Whether the test is in this part. That depends on its name alone."""
+        return zlib.crc32(test.encode()) % self.of == self.number - 1
+
+
+def part(text: str) -> Part:
+    """The part that a command line gives as "1/2". Raises argparse.ArgumentTypeError."""
+    found = re.fullmatch(r"(\d{1,3})/(\d{1,3})", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part: give one such as 1/2 or 2/2")
+    return Part(int(found[1]), int(found[2]))

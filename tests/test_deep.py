@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from tests.deep import in_part
+from tests.deep import part
 
 
 @pytest.mark.parametrize("parts", [["1/1"], ["1/2", "2/2"], ["1/3", "2/3", "3/3"]])
 def test_each_test_is_in_one_part_and_the_parts_are_about_equal(parts: list[str]) -> None:
     tests = [f"tests/test_a.py::test_it[{number}]" for number in range(300)]
-    found = [[one for one in tests if in_part(one, part)] for part in parts]
-    assert sorted(one for part in found for one in part) == sorted(tests)
+    found = [[one for one in tests if part(text).has(one)] for text in parts]
+    assert sorted(one for tests_of_part in found for one in tests_of_part) == sorted(tests)
     assert min(map(len, found)) > 300 / len(parts) / 2
+
+
+@pytest.mark.parametrize("text", ["", "1", "half", "0/2", "3/2", "1/0", "-1/2", "1/2/3"])
+def test_what_is_not_a_part_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give one such as 1/2 or 2/2"):
+        part(text)

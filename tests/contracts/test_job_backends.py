@@ -24,8 +24,8 @@ from dlrover_hooks.job import DLJobBuilder, JobSpec
 from tests.waiting import WAIT_S, until
 
 REPOSITORY = Path(__file__).parents[2]
-ROLES, QUEUES = "tests.contracts.job_roles", "tests.contracts.job_queues"
-TRAINERS, HOOKS = "tests.contracts.job_trainers", "tests.contracts.job_hooks"
+ROLES, TRAINERS = "tests.contracts.job_roles", "tests.contracts.job_trainers"
+HOOKS = "tests.contracts.job_hooks"
 RUNNING, DONE = p.WorkerState.RUNNING, p.WorkerState.DONE
 
 
@@ -234,7 +234,7 @@ def test_forked_children_of_a_worker_make_calls_of_their_own(tmp_path: Path, req
 @pytest.mark.requirement("DL-7", "DL-8", "DL-13", "DL-15", "DL-25")
 def test_roles_of_different_kinds_work_at_the_same_time(backend: Backend) -> None:
     job = backend.job().role("dp").train(f"{TRAINERS}:train").workers(2).restarts(on_failure="rejoin")
-    job = job.role("producer").run(f"{QUEUES}:produce").not_driver().role("main").run(f"{QUEUES}:consume")
+    job = job.role("producer").run(f"{ROLES}:produce").not_driver().role("main").run(f"{ROLES}:consume")
     job = job.role("aid").run(f"{REPOSITORY}/tests/contracts/job_script.py --of 3")
     handle: Any = job.build().submit(job_name="testing", backend=backend.name, wait=False)
     backend.handles.append(handle)
@@ -373,7 +373,7 @@ def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_conce
         backend.submit(
             backend.job(name).role("server").run(f"{ROLES}:serve").not_driver().role("main").run(main).build()
         )
-        for name, main in (("one", f"{QUEUES}:pass_numbers"), ("two", f"{ROLES}:wait"))
+        for name, main in (("one", f"{ROLES}:pass_numbers"), ("two", f"{ROLES}:wait"))
     ]
     server, first = runs(one, "server", 0), runs(one, "main", 0)
     runs(two, "server", 0), runs(two, "main", 0)

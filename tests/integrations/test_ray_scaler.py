@@ -89,8 +89,8 @@ def processes() -> dict[str, psutil.Process]:
 def children_of(name: str) -> list[psutil.Process]:
     """The children of the process of a node.
 
-    None if this process ends meanwhile: when an actor is killed while it starts a process, this process ends itself
-    a moment later, perhaps during the next test.
+    An empty list if this process ends meanwhile: when an actor is killed while it starts a process, this process ends
+    itself a moment later, perhaps during the next test.
     """
     with contextlib.suppress(psutil.Error):
         return found.children() if (found := processes().get(name)) else []

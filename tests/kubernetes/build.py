@@ -2,7 +2,7 @@
 
 kube-apiserver, kube-controller-manager, kube-scheduler and kubectl, once, into the user's cache directory. Debian's
 compiler is unpacked beside them for the build alone: nothing on the system changes, and no network but Debian's
-archive is used. Takes 4 to 9 minutes on 2 cores, and 3 GB of disk while it runs. No packages hold these servers.
+archive is used. Takes about 7 minutes on 2 slow cores, and 3 GB of disk while it runs. No packages hold these servers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _build(work: Path) -> None:
          "-p", "k8s.io/kubernetes/pkg/generated/openapi", "-r", str(work / "violations"),
          "-h", "hack/boilerplate/boilerplate.generatego.txt"], source, env,
     )  # fmt: skip
-    print(f"building {', '.join(PROGRAMS)}: 4 to 9 minutes", flush=True)
+    print(f"building {', '.join(PROGRAMS)}: about 7 minutes on 2 slow cores", flush=True)
     flags = ["-tags", "providerless", "-trimpath", "-ldflags", " ".join(["-s", "-w", *_SET_VERSION])]
     (work / "bin").mkdir()
     packages = [f"./cmd/{name}" for name in PROGRAMS]
