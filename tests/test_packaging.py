@@ -187,7 +187,7 @@ def test_constraints_are_pins_and_name_no_host() -> None:
 def test_makefile_installs_the_pinned_torch_first() -> None:
     """A resolver left to itself may fetch another build of torch, of several readable."""
     recipe = (ROOT / "Makefile").read_text().split("$(READY): pyproject.toml constraints.txt", 1)[1]
-    installs = [line for line in recipe.splitlines() if "install" in line]
+    installs = [line for line in recipe.splitlines() if "$(INSTALL)" in line]
     assert "-c constraints.txt torch==2.13.0" in installs[0]
     assert all("-c constraints.txt" in line for line in installs)
 
