@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -52,22 +53,24 @@ def test_a_stopped_process_goes_on_after_its_time() -> None:
 
 
 def test_a_hang_lets_no_other_thread_run() -> None:
-    """It holds the interpreter's lock: a thread that counts stands still."""
-    counted = [0]
-    done = threading.Event()
+    """It holds the interpreter's lock: between two times that another thread reads lies all of it."""
+    read: list[float] = []
+    running, done = threading.Event(), threading.Event()
 
-    def count() -> None:
+    def read_the_clock() -> None:
         while not done.wait(0.002):
-            counted[0] += 1
+            read.append(time.monotonic())
+            running.set()
 
-    thread = threading.Thread(target=count)
+    thread = threading.Thread(target=read_the_clock)
     thread.start()
-    before = counted[0]
+    assert running.wait(10)
     fault_actions.hang(0.3)
-    during = counted[0] - before
+    after = len(read)
+    until(lambda: len(read) > after, "a time read after the hang")
     done.set()
     thread.join()
-    assert during <= 2
+    assert max(later - earlier for earlier, later in itertools.pairwise(read)) >= 0.3
 
 
 def test_a_cut_ends_the_connections_to_the_master_or_all_others() -> None:
