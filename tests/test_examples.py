@@ -148,9 +148,10 @@ def calm_and_struck(folder: Path, fault: str, workers: int, *script: str) -> lis
     return outputs
 
 
+@pytest.mark.deep  # the kill of a worker of this adapter: also tests/integrations/test_transformers.py
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("workers", "step"), [(1, 22), deep(2, 13)])
+@pytest.mark.parametrize(("workers", "step"), [(1, 22), (2, 13)])
 def test_the_transformers_example_ends_equal_after_a_kill(tmp_path: Path, workers: int, step: int) -> None:
     """A worker is killed in the second epoch and replaced: the same held-out losses of both epochs."""
     script = ("transformers/train.py", "--epochs", "2", "--windows", "300")
@@ -160,9 +161,10 @@ def test_the_transformers_example_ends_equal_after_a_kill(tmp_path: Path, worker
     assert losses[0] == losses[1]
 
 
+@pytest.mark.deep  # the kill of a worker of this adapter: also tests/integrations/test_keras_every_step.py
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("workers", [1, deep(2)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path, workers: int) -> None:
     """Killed in the middle of the second epoch, restarted by its launcher: the same losses of all epochs."""
     script, fault = ("keras/train.py", "--epochs", "2", "--windows", "300"), f"step=13 rank={workers - 1} kill"
@@ -173,6 +175,7 @@ def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path, workers: int)
     assert losses[0] == losses[1]
 
 
+@pytest.mark.deep  # a loop of plain torch that is killed: also tests/integrations/test_torch.py
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_gpt_that_makes_its_own_batches_ends_equal_after_a_kill(tmp_path: Path) -> None:
@@ -366,9 +369,10 @@ def test_the_sft_example_learns(tmp_path: Path) -> None:
     assert losses[1] < losses[0] - 0.3, said
 
 
+@pytest.mark.deep  # the kill of a worker of Ray Train: also tests/integrations/test_ray_train.py
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [("--kill",), deep(())])
+@pytest.mark.parametrize("options", [("--kill",), ()])
 def test_the_ray_train_example_loses_a_worker_and_no_sample(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The script itself checks that the model has each sample once per epoch."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
