@@ -148,7 +148,7 @@ def calm_and_struck(folder: Path, fault: str, workers: int, *script: str) -> lis
     return outputs
 
 
-@pytest.mark.deep  # the kill of a worker of this adapter: also tests/integrations/test_transformers.py
+@pytest.mark.deep  # a worker of this adapter is lost: also in tests/elastic/test_transformers_recovery.py
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("workers", "step"), [(1, 22), (2, 13)])
@@ -161,7 +161,7 @@ def test_the_transformers_example_ends_equal_after_a_kill(tmp_path: Path, worker
     assert losses[0] == losses[1]
 
 
-@pytest.mark.deep  # the kill of a worker of this adapter: also tests/integrations/test_keras_every_step.py
+@pytest.mark.deep  # a worker of this adapter is killed: also in tests/integrations/test_keras.py
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("workers", [1, 2])
@@ -175,7 +175,6 @@ def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path, workers: int)
     assert losses[0] == losses[1]
 
 
-@pytest.mark.deep  # a loop of plain torch that is killed: also tests/integrations/test_torch.py
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_gpt_that_makes_its_own_batches_ends_equal_after_a_kill(tmp_path: Path) -> None:
@@ -369,10 +368,9 @@ def test_the_sft_example_learns(tmp_path: Path) -> None:
     assert losses[1] < losses[0] - 0.3, said
 
 
-@pytest.mark.deep  # the kill of a worker of Ray Train: also tests/integrations/test_ray_train.py
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [("--kill",), ()])
+@pytest.mark.parametrize("options", [("--kill",), deep(())])
 def test_the_ray_train_example_loses_a_worker_and_no_sample(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The script itself checks that the model has each sample once per epoch."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}

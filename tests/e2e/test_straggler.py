@@ -257,7 +257,6 @@ def test_a_spare_node_takes_the_place_of_an_excluded_one(node: Callable[..., Lau
     each_step_has_its_batch(tmp_path)
 
 
-@pytest.mark.deep  # without a plan: above
 @pytest.mark.slow
 @pytest.mark.timeout(290)
 def test_a_planned_job_gets_another_node_for_a_slow_one(launch: Callable[..., Launched], tmp_path: Path) -> None:

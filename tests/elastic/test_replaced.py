@@ -68,7 +68,7 @@ def test_lost_in_the_first_steps(crew: Crews, calm: str, place: str, step: int) 
 
 
 @pytest.mark.parametrize("place", ["grouped", deep("fetched"), "stepped"])
-def test_who_replaces_one_dies_early(crew: Crews, calm: str, place: str) -> None:
+def test_a_replacement_dies_early(crew: Crews, calm: str, place: str) -> None:
     """Before anything is restored, in its first step, or behind that; and the next one, too."""
     one = crew(3, 3)
     one.start(0)
@@ -191,7 +191,7 @@ def test_two_are_lost_before_the_first_step(crew: Crews, calm: str, first_node: 
 
 
 def test_what_was_lost_with_a_node_is_said(crew: Crews) -> None:
-    """DDP has a communication hook of the user's own, which tells nobody: the run goes on, to another end."""
+    """DDP has a communication hook of the user, so no random state is replicated: the run ends with other weights."""
     one = crew(2, 2, hook=True)
     one.start(0, alone=True)
     one.start(1, alone=True, at=("stepped", 5), what="kill", after_s=0.3)
