@@ -410,6 +410,19 @@ def restart_is_over(trainer: Trainer) -> None:
     trainer.fit_loop._restarting = False
 
 
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Let the next epoch begin as any other one after a `ckpt_path` that was saved behind the last step of an epoch.
+
+    Lightning counts that epoch as done but treats the next one as its continuation: it neither counts the next one as
+    begun nor calls `on_train_epoch_start`. Each later checkpoint would then say that no epoch is in progress, and a fit
+    that goes on at the end of an epoch would train one epoch too many. Call in `on_train_start`.
+    """
+    loop = trainer.fit_loop
+    epochs = cast(Any, loop.epoch_progress).current
+    if loop.restarted_mid_epoch and epochs.processed == epochs.ready:
+        loop.reset_restart_stage()
+
+
 def count_batches_anew(trainer: Trainer, per_step: int) -> None:
     """Convert the restored counts, which are batches of the previous run, to `per_step` for each step of this epoch.
 

@@ -316,6 +316,7 @@ class ElasticCallback(Callback):
             self._resume(trainer, self.restored)
         elif trainer.ckpt_path is not None:
             self._began_from = [str(trainer.ckpt_path), trainer.global_step]
+            private.begin_next_epoch(trainer)
         private.load_pending_loader_states(trainer)
         check_length(trainer, self._loaders)
         combine(trainer, self._loaders)

@@ -63,6 +63,16 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+class Begun(Callback):
+    """The epochs for which `on_train_epoch_start` was called."""
+
+    def __init__(self) -> None:
+        self.epochs = list[int]()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.epochs.append(trainer.current_epoch)
+
+
 def loader() -> DataLoader[Any]:
     return DataLoader(Numbers(), batch_size=4, shuffle=True)
 
@@ -103,6 +113,16 @@ def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(job: str, tmp
     first = fit(f"{job}-first", files, max_epochs=1, enable_checkpointing=True, **limit)
     second = fit(f"{job}-second", max_epochs=3, ckpt_path=tmp_path / "last.ckpt", **limit)
     assert first.seen + second.seen == calm.seen
+
+
+def test_a_checkpoint_of_an_epochs_last_step_is_followed_by_a_whole_epoch(job: str, tmp_path: Path) -> None:
+    """Lightning alone takes that epoch for the rest of the one before, and does not call `on_train_epoch_start`."""
+    calm = fit(f"{job}-calm", max_epochs=3)
+    files = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    first = fit(f"{job}-first", files, max_epochs=1, enable_checkpointing=True)
+    second = fit(f"{job}-second", begun := Begun(), max_epochs=3, ckpt_path=tmp_path / "step=5.ckpt")
+    assert first.seen + second.seen == calm.seen
+    assert begun.epochs == [1, 2]
 
 
 def test_a_finished_run_of_cut_short_epochs_goes_on_with_a_new_one(job: str, tmp_path: Path) -> None:
