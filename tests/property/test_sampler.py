@@ -145,6 +145,7 @@ def test_small_epochs(n: int, b: int, N: int, tail: str, kind: str, segments: li
     run(n if tail == "ghost" else max(n, b * N), b, N, tail, kind, segments)
 
 
+@pytest.mark.deep
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers((1 << 17) + 1, (1 << 17) + 5000),
@@ -269,6 +270,7 @@ def test_small_live_runs(n: int, b: int, N: int, tail: str, kind: str, events: l
     run_live(n if tail == "ghost" else max(n, b * N), b, N, tail, kind, events)
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-25")
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(

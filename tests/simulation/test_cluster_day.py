@@ -9,6 +9,7 @@ import pytest
 from dlrover_hooks.master.di_orchestrator import replicas
 from dlrover_hooks.master.di_orchestrator.allocator import Policy
 from dlrover_hooks.master.di_orchestrator.policies import FitPolicy, GoodputPolicy, Placement
+from tests.deep import deep
 from tests.simulation.cluster.day import ClusterDay, DayResult, DaySize
 
 SMALL = DaySize(nodes=60, jobs=40, hours=6.0)
@@ -27,7 +28,7 @@ def played(seed: int, policy: Policy, size: DaySize = SMALL) -> DayResult:
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, *map(deep, range(2, 5))])
 def test_every_job_ends_and_nothing_is_left_of_it(seed: int) -> None:
     """Under machines that are lost and drained, lost answers, late watches, and an operator that starts again."""
     policy: Policy = GoodputPolicy() if seed % 2 else FitPolicy(Placement.SPREAD)
@@ -39,6 +40,7 @@ def test_every_job_ends_and_nothing_is_left_of_it(seed: int) -> None:
     assert found.requests < found.events, "what was done is not asked for again and again"
 
 
+@pytest.mark.deep
 def test_a_day_can_be_played_again() -> None:
     first, second = (played(7, FitPolicy()) for _ in range(2))
     assert first == second

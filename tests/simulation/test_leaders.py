@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 FAULTS = {
     "cut", "full", "kill leader", "kill master", "late write", "lossy", "member", "slow", "stop leader"
 }  # fmt: skip
-SEEDS, AT_ONCE, SOON = 100, 20, 1
+SEEDS, AT_ONCE, SOON = 100, 10, 1
 
 
 @pytest.mark.parametrize("first", [*range(1, SEEDS, AT_ONCE)[:SOON], *map(deep, range(1, SEEDS, AT_ONCE)[SOON:])])

@@ -331,6 +331,7 @@ def test_resize_goes_on_at_the_commit() -> None:
     assert loader.weight == 0.5
 
 
+@pytest.mark.deep
 def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap: under DDP Lightning wraps or replaces every sampler that is not a DistributedSampler."""
     pytest.importorskip("lightning")

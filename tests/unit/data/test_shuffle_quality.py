@@ -103,6 +103,7 @@ def test_whole_epochs_are_shuffled(n: int) -> None:
     assert faults(whole(n)) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("n", HUGE)
 def test_huge_epochs_are_shuffled(n: int) -> None:
     """2**30 + 1 is the longest walk: half of the network's values lie outside."""

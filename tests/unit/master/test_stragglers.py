@@ -102,6 +102,7 @@ def healthy(rank: int, step: int, phase: StepPhase | None) -> float:
     return 0.0
 
 
+@pytest.mark.deep
 def test_of_healthy_jobs_no_rank_is_reported_or_replaced() -> None:
     """200 jobs of all policies, with noisy steps, evaluations and slow saves."""
     for seed in range(200):
