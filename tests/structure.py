@@ -7,6 +7,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             found[".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])] = path
     return found
+
+
+@cache
+def parsed_tests() -> dict[str, ast.Module]:
+    """The modules under tests/, by path. To parse them takes six seconds."""
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
 
 
 def imports(tree: ast.Module, known: dict[str, Path]) -> set[str]:

@@ -238,11 +238,10 @@ def polls(loop: ast.While) -> bool:
 
 
 def test_tests_wait_in_one_way() -> None:
-    trees = ((path, ast.parse(path.read_text())) for path in sorted((ROOT / "tests").rglob("*.py")))
     wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, tree in trees
-        if path != ROOT / "tests" / "waiting.py"
+        f"{path}:{node.lineno}"
+        for path, tree in structure.parsed_tests().items()
+        if path != "tests/waiting.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.While) and polls(node)
     ]
@@ -252,14 +251,13 @@ def test_tests_wait_in_one_way() -> None:
 def test_make_test_runs_a_case_of_each_matrix() -> None:
     """A list of cases of which some are deep has one that is not."""
     wrong = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        tree = ast.parse(path.read_text())
+    for path, tree in structure.parsed_tests().items():
         decorators = [one for node in ast.walk(tree) for one in getattr(node, "decorator_list", ())]
         for one in decorators if "tests.deep" in imports(tree) else ():
             for cases in [*one.args[1:], *(word.value for word in one.keywords)] if isinstance(one, ast.Call) else ():
                 parts = cases.elts if isinstance(cases, ast.List) else []
                 if parts and all("deep" in {n.id for n in ast.walk(part) if isinstance(n, ast.Name)} for part in parts):
-                    wrong.append(f"{path.relative_to(ROOT)}:{cases.lineno}")
+                    wrong.append(f"{path}:{cases.lineno}")
     assert wrong == [], "make test would leave the whole test out"
 
 

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,6 @@ def test_passes():
 """
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    """The modules under tests/, parsed."""
-    return {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-        for path in sorted(requirements.TESTS.rglob("*.py"))
-    }
-
-
 def test_all_rows_are_there_and_have_a_text() -> None:
     rows = requirements.read()
     assert Counter(row["system"] for row in rows.values()) == ROWS
@@ -62,7 +52,7 @@ def test_all_rows_are_there_and_have_a_text() -> None:
 def test_markers_name_known_rows_literally() -> None:
     rows = requirements.read()
     wrong = []
-    for path, tree in trees().items():
+    for path, tree in structure.parsed_tests().items():
         for call in requirements.marks(tree):
             ids = [argument.value if isinstance(argument, ast.Constant) else None for argument in call.args]
             if not ids or call.keywords or any(name not in rows for name in ids):
@@ -81,7 +71,7 @@ def test_ids_stand_in_markers_only() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if requirements.ID.search(line)
     ]
-    for path, tree in trees().items():
+    for path, tree in structure.parsed_tests().items():
         if path != Path(__file__).relative_to(ROOT).as_posix():
             found += _outside_markers(path, tree)
     assert found == [], "say it in words, and claim the row with pytest.mark.requirement on the test that proves it"
