@@ -30,8 +30,9 @@ OF_ADAPTERS = tests/test_compatibility.py tests/contracts/test_adapter_contract.
 	$(foreach name,$(ADAPTERS),$(wildcard tests/integrations/test_$(name)*.py tests/elastic/test_$(name)*.py)) \
 	$(addprefix tests/integrations/,test_drill.py test_export.py test_extra_state.py test_forged_adapters.py test_sharded_refused.py)
 KUBERNETES := tests/kubernetes tests/contracts/test_scaler_contract.py
-IN_PROCESS := tests/unit tests/property tests/simulation
-USUAL := not deep and not kubernetes
+RAY := tests/integrations/test_ray_*.py tests/contracts/test_job_backends.py tests/contracts/test_scaler_contract.py tests/test_examples.py
+STATIC := tests/test_architecture.py tests/test_requirements.py
+USUAL := not deep and not ray and not kubernetes
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -39,7 +40,7 @@ SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ps demo-scaling test test-deep test-oldest requirements simulate simulate-masters simulate-roles simulate-cluster chaos kubernetes test-kubernetes check structure format docs clean
+.PHONY: help setup demo demo-ps demo-scaling test test-deep test-ray test-oldest requirements simulate simulate-masters simulate-roles simulate-cluster chaos kubernetes test-kubernetes check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -56,24 +57,25 @@ demo-ps: $(READY) $(KERAS_READY)  ## train on TensorFlow's parameter servers, sc
 demo-scaling: $(READY)  ## train on as many workers as pay, and draw workers, speed and plans
 	$(BIN)/python examples/scaling/demo.py
 
-# First what waits for no other process and fails soonest, its tests one by one to any worker; then what starts real ones.
-test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)
+test: $(READY)  ## run the tests of every change, in 12 minutes on 2 cores (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
-	$(PYTEST) -n $(TEST_WORKERS) --dist worksteal -m "$(USUAL)" $(IN_PROCESS)
-	$(PYTEST) $(SPREAD) -m "$(USUAL)" tests $(IN_PROCESS:%=--ignore=%)
+	$(PYTEST) $(SPREAD) -m "$(USUAL)" tests $(STATIC:%=--ignore=%)
 else
 	$(PYTEST) $(TEST_ARGS)
 endif
 
-test-deep: $(READY) $(KERAS_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves (DEEP_PART=1/2 for a half)
-	$(PYTEST) $(SPREAD) -m deep $(DEEP_PART:%=--deep-part %) tests
+test-deep: $(READY) $(KERAS_READY)  ## run the tests that make test has no time for (DEEP_PART=1/2 for a half)
+	$(PYTEST) $(SPREAD) -m "deep and not ray and not kubernetes" $(DEEP_PART:%=--deep-part %) tests
+
+test-ray: $(READY)  ## run the tests on clusters of Ray
+	$(PYTEST) $(SPREAD) -m ray $(RAY)
 
 test-oldest: $(OLDEST_READY)  ## run the tests of the adapters with the oldest versions of the frameworks that pyproject.toml allows
-	$(OLDEST_ENV)/bin/python -m pytest --durations=10 $(SPREAD) -m "$(USUAL)" $(OF_ADAPTERS)
+	$(OLDEST_ENV)/bin/python -m pytest --durations=10 $(SPREAD) -m "not ray and not kubernetes" -k "not jax and not tensorflow" $(OF_ADAPTERS)
 
 requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
 	@rm -f $(PROOFS)
-	@status=0; $(MAKE) -k test test-deep test-kubernetes PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
+	@status=0; $(MAKE) -k test test-deep test-ray test-kubernetes PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
 		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
 
 kubernetes: $(READY)  ## build the control plane of Kubernetes into the user's cache, once (about 7 minutes)
@@ -97,11 +99,11 @@ simulate: $(READY)  ## the master and whole jobs in virtual time, with faults (S
 chaos: $(READY)  ## real processes, each kind of fault ROUNDS times (SEED=N repeats a run)
 	$(BIN)/python -m pytest tests/chaos/test_run.py -s --chaos-run-rounds $(ROUNDS) $(if $(SEED),--chaos-seed $(SEED))
 
-check: $(READY)  ## ruff, format, pyright, import contracts
+check: $(READY)  ## ruff, format, pyright, import contracts, the rules of tests/test_architecture.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q $(STATIC)
 
 structure: $(READY)  ## figures of the packages: duplicate names, import circles, sizes (build/structure.json)
 	$(BIN)/python -m tests.structure

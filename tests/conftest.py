@@ -23,8 +23,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, leaves a wor
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that no test uses: 5 s of CPU time
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
-ON_KUBERNETES = re.findall("^KUBERNETES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
-"""Where tests may have the marker: `make test-kubernetes` imports no others, which would take it a minute."""
+SUITES = {
+    name.lower(): [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
+    for name, patterns in re.findall("^(KUBERNETES|RAY) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+}
+"""Where tests may have this marker: `make test-kubernetes` and `make test-ray` import no others, which takes a minute.
+"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,16 +47,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: of several workers none is left with a long one when the others are done.
 
-    With --deep-part all deep tests of the other parts are deselected. The part of a test depends on its name alone.
+    With --deep-part all deep tests of the other parts are deselected. The part of a test depends on its file alone.
 
-    Raises pytest.UsageError for a test on Kubernetes in a file that `make test-kubernetes` does not collect.
+    Raises pytest.UsageError for a test of a suite in a file that `make` does not collect for it.
     """
     for item in items:
-        on_kubernetes = item.get_closest_marker("kubernetes") is not None
-        if on_kubernetes and not any(item.path.is_relative_to(ROOT / one) for one in ON_KUBERNETES):
-            raise pytest.UsageError(f"{item.nodeid} is not in a file of KUBERNETES in the Makefile")
+        for suite, places in SUITES.items():
+            if item.get_closest_marker(suite) is not None and not any(map(item.path.is_relative_to, places)):
+                raise pytest.UsageError(f"{item.nodeid} is not in a file of {suite.upper()} in the Makefile")
     if (part := config.option.deep_part) is not None:
-        others = [one for one in items if one.get_closest_marker("deep") is not None and not part.has(one.nodeid)]
+        names = {one: one.path.relative_to(ROOT).as_posix() for one in items}
+        others = [one for one in items if one.get_closest_marker("deep") is not None and not part.has(names[one])]
         config.hook.pytest_deselected(items=others)
         items[:] = [one for one in items if one not in others]
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}

@@ -1,4 +1,4 @@
-"""Marks the cases of a matrix that repeat a proof: `make test-deep` runs them, `make test` does not."""
+"""Marks what `make test` leaves to `make test-deep`: the cases of a matrix that repeat a proof, see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def deep(*values: Any, **options: Any) -> Any:
 
 
 class Part(NamedTuple):
-    """A part of all tests, such as the first of two."""
+    """A part of all deep tests, such as the first of two. A file is in one part: its tests share fixtures."""
 
     number: int
     of: int
 
-    def has(self, test: str) -> bool:
-        """Whether the test is in this part. That depends on its name alone."""
-        return zlib.crc32(test.encode()) % self.of == self.number - 1
+    def has(self, file: str) -> bool:
+        """Whether the tests of this file are in this part. That depends on its path alone."""
+        return zlib.crc32(file.encode()) % self.of == self.number - 1
 
 
 def part(text: str) -> Part:

@@ -233,7 +233,7 @@ def _by_name(folder: Path) -> tuple[str, ...]:
 PLATFORMS: dict[str, Callable[[Path], Platform]] = {
     "memory": InMemory, "processes": OnThisMachine, "actors": OnRay, "pods": Pods, "operator": OperatedPods,
 }  # fmt: skip
-_MARKS = {"actors": pytest.mark.slow, "pods": pytest.mark.kubernetes, "operator": pytest.mark.kubernetes}
+_MARKS = {"actors": pytest.mark.ray, "pods": pytest.mark.kubernetes, "operator": pytest.mark.kubernetes}
 
 
 def _parameters(names: Iterable[str]) -> list[Any]:

@@ -19,7 +19,7 @@ from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import named_job
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]  # the first test of a fixture waits for all trials
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.deep]  # the first test of a fixture waits for all trials
 Lives = Callable[[str, str], list[dict[str, Any]]]
 
 ALONE: dict[str, dict[str, Any]] = {

@@ -294,6 +294,7 @@ def test_what_is_old_is_forgotten_and_a_lost_job_ends(database: Database) -> Non
         assert connection.execute(sa.select(sa.func.count()).select_from(resource_plan)).scalar_one() == 0
 
 
+@pytest.mark.deep
 def test_a_job_that_is_asked_for_again_and_again_keeps_few_events(database: Database) -> None:
     registered(database)
     served = service(database)

@@ -125,7 +125,7 @@ def _ping(handle: Any, *parts: str) -> int:
     return until(asked, f"the actor {parts}")
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "ray":
         request.getfixturevalue("cluster")
@@ -215,6 +215,7 @@ def test_roles_call_each_other_and_the_job_is_done_with_its_drivers(backend: Bac
     assert not used(handle)
 
 
+@pytest.mark.deep
 def test_many_waiting_callers_do_not_delay_others_and_a_call_of_a_done_worker_fails(backend: Backend) -> None:
     job = backend.job().role("server").run(f"{ROLES}:serve").not_driver().role("main").run(f"{ROLES}:crowd")
     handle = backend.submit(job.role("short").run(f"{ROLES}:return_at_once").build())
@@ -222,6 +223,7 @@ def test_many_waiting_callers_do_not_delay_others_and_a_call_of_a_done_worker_fa
     assert not used(handle)
 
 
+@pytest.mark.deep
 def test_forked_children_of_a_worker_make_calls_of_their_own(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Ray does not support processes that its workers fork."""
     backend = Backend("local", tmp_path)
@@ -231,6 +233,7 @@ def test_forked_children_of_a_worker_make_calls_of_their_own(tmp_path: Path, req
     assert handle.wait(WAIT_S) == 0, handle.status()
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-7", "DL-8", "DL-13", "DL-15", "DL-25")
 def test_roles_of_different_kinds_work_at_the_same_time(backend: Backend) -> None:
     job = backend.job().role("dp").train(f"{TRAINERS}:train").workers(2).restarts(on_failure="rejoin")
@@ -263,6 +266,7 @@ def test_a_server_is_replaced_and_no_other_process_notices(backend: Backend) -> 
     assert handle.wait(WAIT_S) == 0
 
 
+@pytest.mark.deep
 def test_a_trainer_rejoins_and_the_others_keep_their_processes(backend: Backend) -> None:
     handle = backend.submit(
         backend.job().role("dp").train(f"{TRAINERS}:train").workers(2).restarts(on_failure="rejoin").build()
@@ -279,6 +283,7 @@ def test_a_trainer_rejoins_and_the_others_keep_their_processes(backend: Backend)
     assert handle.wait(WAIT_S) == 0, handle.status()
 
 
+@pytest.mark.deep
 def test_a_role_that_cannot_recover_is_started_again_and_counted_once(backend: Backend) -> None:
     role = backend.job().role("dp").train(f"{TRAINERS}:reduce").workers(2).restarts(on_failure="rejoin")
     handle = backend.submit(role.build())
@@ -294,6 +299,7 @@ def test_a_role_that_cannot_recover_is_started_again_and_counted_once(backend: B
     assert handle.wait(WAIT_S) == 0, handle.status()
 
 
+@pytest.mark.deep
 def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -> None:
     job = backend.job().role("one").run(f"{ROLES}:wait").restarts(on_failure="job").role("two").run(f"{ROLES}:wait")
     handle = backend.submit(job.build())
@@ -308,6 +314,7 @@ def test_all_roles_are_started_again_where_the_policy_is_job(backend: Backend) -
     assert handle.wait(WAIT_S) == 0
 
 
+@pytest.mark.deep
 def test_the_command_shows_a_job_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
     job = backend.job().role("server").run(f"{ROLES}:serve").workers(2).not_driver().role("main").run(f"{ROLES}:wait")
     handle = backend.submit(job.build())
@@ -331,6 +338,7 @@ def test_the_command_shows_a_job_restarts_a_role_and_stops_the_job(backend: Back
     assert f"{handle.name!r} runs" in command(backend, handle, code=78)[0]
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-21")
 def test_masters_that_are_killed_leave_the_workers_alone(backend: Backend) -> None:
     """In DLRover a restarted PrimeMaster restarts all workers."""
@@ -365,6 +373,7 @@ def test_prime_master_sub_master_and_worker_die_together(backend: Backend) -> No
     assert handle.wait(WAIT_S) == 0, handle.status()
 
 
+@pytest.mark.deep
 def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_concerns_no_other_job(
     backend: Backend,
 ) -> None:
@@ -389,6 +398,7 @@ def test_a_restart_of_the_prime_master_loses_neither_places_nor_queues_and_conce
     assert (one.wait(WAIT_S), two.wait(WAIT_S)) == (0, 0)
 
 
+@pytest.mark.deep
 def test_an_exception_is_counted_and_ends_the_job_when_the_budget_is_used_up(backend: Backend) -> None:
     """The text of the exception cannot be sent as it is."""
     job = backend.job().role("main").run(f"{ROLES}:raise_always").restarts(2).role("two").run(f"{ROLES}:wait")
@@ -402,6 +412,7 @@ def test_an_exception_is_counted_and_ends_the_job_when_the_budget_is_used_up(bac
     nothing_left(backend, handle)
 
 
+@pytest.mark.deep
 def test_a_worker_that_raises_or_is_preempted_once_is_done_in_its_second_life(backend: Backend) -> None:
     """Preemptions have a budget of their own."""
     job = backend.job().role("raises").run(f"{ROLES}:raise_once").role("leaves").run(f"{ROLES}:leave_once").restarts(0)
@@ -412,12 +423,14 @@ def test_a_worker_that_raises_or_is_preempted_once_is_done_in_its_second_life(ba
     assert used(handle) == {"worker raises": 1, "preemption": 1}
 
 
+@pytest.mark.deep
 def test_a_function_that_cannot_be_imported_ends_the_job(backend: Backend) -> None:
     handle = backend.submit(backend.job().role("main").run("no_such_package.module:main").build())
     assert handle.wait(WAIT_S) == 1
     assert "no module 'no_such_package'" in handle.status().reason
 
 
+@pytest.mark.deep
 def test_a_silent_worker_is_replaced_and_ends_when_it_wakes(backend: Backend) -> None:
     """DLRover neither detects nor kills a process that hangs."""
     job = backend.job().silent_after(6).role("server").run(f"{ROLES}:serve").not_driver()
@@ -430,6 +443,7 @@ def test_a_silent_worker_is_replaced_and_ends_when_it_wakes(backend: Backend) ->
     assert used(handle) == {"worker server": 1}
 
 
+@pytest.mark.deep
 def test_a_user_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
     job = backend.job().role("dp").train(f"{TRAINERS}:reduce").workers(2).restarts(on_failure="role")
     handle = backend.submit(job.build())
@@ -442,6 +456,7 @@ def test_a_user_restarts_a_role_and_stops_the_job(backend: Backend) -> None:
     assert handle.status().reason == "enough"
 
 
+@pytest.mark.deep
 def test_a_second_job_of_one_name_is_refused(backend: Backend) -> None:
     spec = backend.job().role("main").run(f"{ROLES}:wait").build()
     handle = backend.submit(spec)
@@ -452,6 +467,8 @@ def test_a_second_job_of_one_name_is_refused(backend: Backend) -> None:
     runs(again, "main", 0)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_one_job_has_the_same_events_on_both_backends(
     tmp_path: Path, cluster: None, request: pytest.FixtureRequest
 ) -> None:
@@ -477,6 +494,7 @@ def test_one_job_has_the_same_events_on_both_backends(
     assert logs[0] == logs[1]
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-23")
 def test_plug_ins_change_a_job_and_follow_it_and_one_that_fails_does_not_harm_it(
     backend: Backend, plugins: Path, monkeypatch: pytest.MonkeyPatch
@@ -525,6 +543,7 @@ def await_lines(folder: Path, name: str) -> None:
     until(lambda: len(lines(folder, name)) >= 5, f"{name} has five lines")
 
 
+@pytest.mark.deep
 def test_the_hooks_work_in_roles_as_everywhere(backend: Backend) -> None:
     """ElasticCallback in a role that rejoins, ShardDataset in one whose workers are replaced; one of each dies."""
     job = backend.job().role("trainer").train(f"{HOOKS}:lightning").workers(2).restarts(on_failure="rejoin")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
+from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -55,14 +56,14 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMaster]:
     live.close()
 
 
-def run(text: str, folder: Path, world: int, crash: int, master: LiveMaster) -> list[dict[str, Any]]:
-    """What each rank of one life reported."""
+def run(page: str, text: str, folder: Path, world: int, crash: int, master: LiveMaster) -> list[dict[str, Any]]:
+    """What each rank of one life of a page's loop reported."""
     script = folder.parent / f"{folder.name}-{world}.py"
     script.write_text(text)
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(SCRIPT), str(folder), str(crash), str(script)]
     warm = ["torch._dynamo", "tests.contracts.page_script", "dlrover_hooks.integrations.torch"]
-    warm += [f"dlrover_hooks.integrations.{name}" for name in NEEDS if name in PAGES]
+    warm += [f"dlrover_hooks.integrations.{page}"] if page in NEEDS else []
     return ranks.run(command, world, master, timeout_s=200, warm=warm)
 
 
@@ -71,14 +72,15 @@ def samples(life: list[dict[str, Any]]) -> dict[int, set[int]]:
     return {int(step): set().union(*(rank["steps"][step] for rank in life)) for step in life[0]["steps"]}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page if page == "readme" else deep(page) for page in PAGES])
 def test_a_loop_of_the_pages_makes_the_same_steps_at_any_world_size(
     page: str, tmp_path: Path, master: LiveMaster
 ) -> None:
     several, single = PAGES[page]
     with ranks.named_job(f"page-{page}") as job:
-        whole = run(several, tmp_path / f"{job}-whole", 2, 0, master)
-        lives = [run(single if world == 1 else several, tmp_path / job, world, crash, master) for world, crash in LIVES]
+        whole = run(page, several, tmp_path / f"{job}-whole", 2, 0, master)
+        scripts = {1: single}
+        lives = [run(page, scripts.get(world, several), tmp_path / job, world, crash, master) for world, crash in LIVES]
     wanted, made = samples(whole), dict[int, set[int]]()
     for (_, crash), life in zip(LIVES, lives, strict=True):
         assert all(rank["steps"].keys() == life[0]["steps"].keys() for rank in life)

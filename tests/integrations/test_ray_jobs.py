@@ -11,7 +11,7 @@ from dlrover_hooks.job.call_messages import request, result_of
 from tests.integrations.ray_nodes import ROLES, job, runs
 from tests.waiting import WAIT_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_a_job_without_a_place_says_what_is_missing_and_fails_in_time(tmp_path: Path, one_ray_node: None) -> None:

@@ -34,7 +34,7 @@ from tests.e2e.brain_process import BrainProcess
 from tests.integrations.ray_nodes import ROLES, job, runs
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 CORES = 24
 

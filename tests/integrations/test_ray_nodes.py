@@ -14,7 +14,7 @@ import pytest
 from tests.integrations.ray_nodes import EDGE, ROLES, Nodes, job, runs, several_nodes
 from tests.waiting import WAIT_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from dlrover_hooks.scalers.scaler import NodeState, ScaledNode, Scaler
 from tests.integrations.ray_nodes import several_nodes
 from tests.waiting import WAIT_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 WAITS: tuple[str, ...] = ("sleep", "1000")
 NAME = "DLROVER_TEST_NODE"

@@ -20,7 +20,7 @@ from tests.integrations import ray_deployed
 from tests.integrations.ray_nodes import REPOSITORY
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STARTED = "Ray runtime started"
 MORE = "--block --num-cpus 2 --include-dashboard false --disable-usage-stats"

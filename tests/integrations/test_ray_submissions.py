@@ -18,7 +18,7 @@ from dlrover_hooks.errors import Conflict, MasterAway, Stale, UsageError
 from tests.integrations.ray_nodes import ROLES, job, runs
 from tests.waiting import WAIT_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def placement_groups(name: str) -> list[str]:

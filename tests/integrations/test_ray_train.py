@@ -14,7 +14,7 @@ import pytest
 from tests.integrations.ray_trained import STEPS, train
 from tests.waiting import json_lines, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 REPOSITORY = Path(__file__).parents[2]
 
 
