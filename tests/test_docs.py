@@ -76,8 +76,11 @@ def test_python_blocks_compile(place: str, text: str) -> None:
     compile(text, place, "exec")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "text", "workers"), [block for block in blocks("python") if block[2] is not None])
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("place", "text", "workers"),
+    [block for block in blocks("python") if block[2] is not None],
+)
 def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(text)
@@ -256,10 +259,12 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
+@pytest.mark.deep
 def test_the_manual_builds_without_warnings(manual: Path) -> None:
     assert (manual / "index.html").is_file()
 
 
+@pytest.mark.deep
 def test_the_reference_describes_every_public_name(manual: Path) -> None:
     """Sphinx's inventory lists what it describes. A name counts under any path that leads to the same object."""
     packed = (manual / "objects.inv").read_bytes().split(b"\n", 4)[4]  # after four lines of head

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tests.control_groups import memory_group
-from tests.deep import deep
 from tests.e2e.etcd_process import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +76,7 @@ def test_the_diff_shown_is_the_real_one(page: str, framework: str) -> None:
     assert real in [[line[0] + line[1:].strip() for line in block] for block in shown(ROOT / page)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_accelerate_example_learns_and_resumes(tmp_path: Path) -> None:
     """Two epochs, then the same command with a third one: it goes on where it was."""
     losses: list[list[float]] = []
@@ -108,9 +107,9 @@ def test_leased_shards_survive_the_death_of_a_worker() -> None:
     assert len(set(found.groups())) == 1, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("framework", ["ddp", deep("lightning"), deep("accelerate")])
+@pytest.mark.parametrize("framework", ["ddp", "lightning", "accelerate"])
 def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framework: str) -> None:
     """Under the real launcher: the survivors' processes go on."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
@@ -175,7 +174,7 @@ def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path, workers: int)
     assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(200)
 def test_a_gpt_that_makes_its_own_batches_ends_equal_after_a_kill(tmp_path: Path) -> None:
     """The nanoGPT example: held-out losses and the script's own checkpoint are bit-equal to the undisturbed run's."""
@@ -269,14 +268,20 @@ def calm_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
     return checksum(said)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "title",
     [
         "Out of memory",
-        *map(deep, ("The master moves", "A hang", "A straggler", "An error that comes back")),
-        *map(deep, ("A bad node", "The master is killed")),
+        *(
+            "The master moves",
+            "A hang",
+            "A straggler",
+            "An error that comes back",
+            "A bad node",
+            "The master is killed",
+        ),
     ],
 )
 def test_a_fault_has_the_consequences_that_the_readme_shows(
@@ -348,7 +353,7 @@ def job_of_roles(folder: Path, script: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_ppo_example_loses_six_workers_and_no_prompt(tmp_path: Path) -> None:
     """The script itself checks the prompts, the steps and the events. The weights are those of the undisturbed run."""
     calm = job_of_roles(tmp_path, "ppo/train.py", "--prompts", "960")
@@ -359,7 +364,7 @@ def test_the_ppo_example_loses_six_workers_and_no_prompt(tmp_path: Path) -> None
     assert (tmp_path / "build/ppo.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.requirement("DL-15", "DL-26")
 def test_the_sft_example_learns(tmp_path: Path) -> None:
     said = job_of_roles(tmp_path, "sft/train.py")
@@ -368,9 +373,10 @@ def test_the_sft_example_learns(tmp_path: Path) -> None:
     assert losses[1] < losses[0] - 0.3, said
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [("--kill",), deep(())])
+@pytest.mark.parametrize("options", [("--kill",), ()])
 def test_the_ray_train_example_loses_a_worker_and_no_sample(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The script itself checks that the model has each sample once per epoch."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}

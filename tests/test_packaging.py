@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import structure
+from tests.deep import deep
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,7 +70,7 @@ def build(tree: Path, **environ: str) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-@pytest.fixture(scope="module", params=["links", "links as text", "no compiler"])
+@pytest.fixture(scope="module", params=["links", deep("links as text"), deep("no compiler")])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], Path]:
     """Names in the sdist, names in the wheel, the wheel."""
     environ = {"CC": "false"} if request.param == "no compiler" else {}

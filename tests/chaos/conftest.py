@@ -9,24 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.deep import deep
-
 BATCH = 20
 """Rounds of one cluster; batches may run side by side."""
-SOME_KILLS = 3
-"""Of real trainers; `--chaos-real-rounds` says how many there are where all cases are run."""
 WORLDS = 3
-"""Batch b has 1 + b % 3 ranks. `make test` runs the one with two ranks, `make test-deep` the others."""
+"""Batch b has 1 + b % 3 ranks."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "batch" in metafunc.fixturenames:
         rounds: int = metafunc.config.getoption("chaos_rounds")  # pyright: ignore[reportAssignmentType]
         batches = range(-(-rounds // BATCH))
-        metafunc.parametrize("batch", [batch if batch == min(1, batches[-1]) else deep(batch) for batch in batches])
+        metafunc.parametrize("batch", batches)
     if "kills" in metafunc.fixturenames:
         kills: int = metafunc.config.getoption("chaos_real_rounds")  # pyright: ignore[reportAssignmentType]
-        metafunc.parametrize("kills", [kills] if kills <= SOME_KILLS else [SOME_KILLS, deep(kills)])
+        metafunc.parametrize("kills", [kills])
 
 
 @pytest.fixture

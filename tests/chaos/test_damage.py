@@ -72,6 +72,7 @@ def of(cluster: Cluster, mark: int) -> str:
     return cluster.log.read_text(errors="replace")[mark:]
 
 
+@pytest.mark.deep
 def test_bits_flipped_in_memory(chaos_seed: int, runtime: Path, tmp_path: Path) -> None:
     """Three ranks on two nodes: whichever slot of the newest generation is damaged, all go back to the one before."""
     chance = random.Random(chaos_seed)

@@ -113,7 +113,7 @@ class Rounds:
 
 
 @pytest.mark.chaos
-@pytest.mark.slow
+@pytest.mark.deep
 def test_killed_in_every_phase(
     batch: int, chaos_rounds: int, chaos_seed: int, tmp_path: Path, runtime: Path, record_property: Any
 ) -> None:
@@ -137,7 +137,7 @@ def test_killed_in_every_phase(
 
 
 @pytest.mark.chaos
-@pytest.mark.slow
+@pytest.mark.deep
 def test_killed_in_a_save_that_knows_nothing_of_others(chaos_seed: int, tmp_path: Path, runtime: Path) -> None:
     """While the master is away what it has not heard of is written over: what it had said is complete stays."""
     print(f"seed {chaos_seed}")

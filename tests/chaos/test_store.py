@@ -21,7 +21,8 @@ from tests.images import read_back
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("mode", [Store.FULL, Store.HANGS, deep(Store.FAILS), deep(Store.SLOW)])
+@pytest.mark.deep
+@pytest.mark.parametrize("mode", [Store.FULL, Store.HANGS, Store.FAILS, Store.SLOW])
 def test_bad_storage_costs_no_memory_save(mode: Store, chaos_seed: int, runtime: Path, tmp_path: Path) -> None:
     """Memory saves go on, and restores from them; what is durable stays whole, and catches up when storage is well."""
     chance = random.Random(chaos_seed)

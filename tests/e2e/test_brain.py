@@ -128,6 +128,7 @@ def test_a_master_that_was_started_again_goes_on_with_the_same_job(start: Start)
     assert again.answer.number > 1, "made anew: an old plan says nothing about now"
 
 
+@pytest.mark.deep
 def test_a_brain_whose_database_was_lost_learns_of_the_job_again(start: Start, tmp_path: Path) -> None:
     brain = start()
     asking, reporter = optimizer(brain), StatsReporter(brain.url, None, told(), every_s=0.05)
@@ -143,6 +144,7 @@ def test_a_brain_whose_database_was_lost_learns_of_the_job_again(start: Start, t
     reporter.stop()
 
 
+@pytest.mark.deep
 def test_a_brain_that_is_away_is_an_error_in_time_and_statistics_wait(start: Start) -> None:
     brain = start()
     asking, reporter = optimizer(brain, deadline_s=1.0), StatsReporter(brain.url, None, told(), every_s=0.05, queue=10)
@@ -171,6 +173,7 @@ def test_a_brain_that_is_away_is_an_error_in_time_and_statistics_wait(start: Sta
     assert reporter.stop()
 
 
+@pytest.mark.deep
 def test_samples_that_cannot_be_sent_at_the_end_are_counted(start: Start) -> None:
     brain = start()
     reporter = StatsReporter(brain.url, None, told(), every_s=60.0)
@@ -223,6 +226,7 @@ def test_the_event_of_a_killed_brain_is_taken_over_and_one_plan_results(start: S
     assert len(rows(url, sa.select(resource_plan))) == 2, "the plan was handed out, no other one was made"
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-97")
 def test_two_brains_on_one_database_share_the_work(start: Start, url: str) -> None:
     """What one is told the other plans by; no event is processed twice."""
@@ -264,6 +268,7 @@ def test_this_machine_is_a_cluster(start: Start, tmp_path: Path) -> None:
     assert [(one["job"], one["processes"]) for one in view["jobs"] if one["job"] == "found"] == [("found", 1)]
 
 
+@pytest.mark.deep
 def test_requests_without_the_token_and_from_web_pages_are_refused(start: Start, tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret")
@@ -316,6 +321,7 @@ def test_bad_requests_are_refused_by_name(start: Start) -> None:
         BrainOptimizer("localhost:1", None, told())
 
 
+@pytest.mark.deep
 def test_a_full_disk_is_said_and_survived(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk") as disk:
         (disk / "filler").write_bytes(bytes(1 << 20))
@@ -337,6 +343,7 @@ def test_a_full_disk_is_said_and_survived(start: Start, tmp_path: Path, caplog: 
         brain.close()
 
 
+@pytest.mark.deep
 def test_a_database_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     """By the mode of the connection: root may write any file."""
     file = tmp_path / "brain.db"
@@ -350,6 +357,7 @@ def test_a_database_that_cannot_be_written_is_refused_at_the_start(tmp_path: Pat
     assert "unable to open database file" in missing.stderr
 
 
+@pytest.mark.deep
 def test_an_older_database_names_the_command_that_upgrades_it(tmp_path: Path) -> None:
     file = str(tmp_path / "brain.db")
     database = Database(file)

@@ -74,7 +74,7 @@ def test_the_evidence_sees_what_was_lost_or_repeated(
     assert evidence.visited_exactly_once(run, epochs=1, windows=6, workers=1) is kept
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_scaling_demo_grows_and_loses_no_step(tmp_path: Path) -> None:
     """It ends once a plan is decided: from one worker to two, each step once, and a picture of it."""
     picture = tmp_path / "scaling.png"

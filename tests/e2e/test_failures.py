@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.deep import deep
 from tests.e2e.launched import Launched
 
 
+@pytest.mark.deep
 def test_a_crash_after_the_end_is_not_restarted(launch: Callable[..., Launched]) -> None:
     """The job is over at the master: what fails afterwards is the script's, and a restart has nothing to train."""
     run = launch("note(); attach(); beat(5); leave(5); raise ValueError('in test')", member=True)
@@ -20,6 +20,7 @@ def test_a_crash_after_the_end_is_not_restarted(launch: Callable[..., Launched])
     assert run.leftovers() == []
 
 
+@pytest.mark.deep
 def test_a_finished_job_in_a_journal_only_says_so(launch: Callable[..., Launched]) -> None:
     """Launched again with the journal of its end: exit 0, nothing is started; `--fresh` trains."""
     run = launch("note(); attach(); beat(5); leave(5)", "--journal", "job.db", member=True)
@@ -68,6 +69,7 @@ def test_workers_that_have_left_are_waited_for(launch: Callable[..., Launched]) 
     assert (code, len(run.read())) == (0, 2), errors
 
 
+@pytest.mark.deep
 def test_a_worker_that_ends_early_is_blamed_and_charged(launch: Callable[..., Launched]) -> None:
     """Exit code 0 of one, and the others fail without it: that is no end of the script, and the budget bounds it."""
     script = f"""{LEAVE}
@@ -87,6 +89,7 @@ def test_a_worker_that_ends_early_is_blamed_and_charged(launch: Callable[..., La
     assert re.search(f"{early} at step .; gave up after 1 restart", errors)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("attaches", ["", "attach()"])
 def test_members_of_a_dead_launcher_do_not_block_the_next(launch: Callable[..., Launched], attaches: str) -> None:
     """The journal still seats workers of a launcher that was killed: the next one on that node gives them up."""
@@ -124,6 +127,7 @@ def test_an_error_after_progress_is_restarted(launch: Callable[..., Launched]) -
     assert "at step 1; restarting 1 worker (1 of 10 restarts)" in errors
 
 
+@pytest.mark.deep
 def test_a_wrong_setting_is_not_restarted_a_false_death_is(launch: Callable[..., Launched]) -> None:
     """UsageError: 78, though there was progress. Stale: the master took a living worker for dead; try again."""
     script = "note(); attach(); beat(3); raise UsageError('no such thing', hint='mend it')"
@@ -136,6 +140,7 @@ def test_a_wrong_setting_is_not_restarted_a_false_death_is(launch: Callable[...,
     assert (code, len(run.read())) == (0, 3), errors
 
 
+@pytest.mark.deep
 def test_the_echo_of_a_death_is_not_its_cause(launch: Callable[..., Launched]) -> None:
     """A worker whose collective failed may end first: the one that was shot a moment later is the cause."""
     script = """
@@ -155,6 +160,7 @@ def test_the_echo_of_a_death_is_not_its_cause(launch: Callable[..., Launched]) -
     assert "worker 1 died (SIGKILL)" in errors
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("stored", "what"),
     [
@@ -193,6 +199,7 @@ def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: str, 
     assert last.endswith(again)
 
 
+@pytest.mark.deep
 def test_the_first_failure_is_not_buried_by_those_that_follow(launch: Callable[..., Launched]) -> None:
     """The traceback of a worker whose peer is gone stays off the screen; one line tells of it, behind the cause.
 
@@ -227,6 +234,7 @@ def test_the_first_failure_is_not_buried_by_those_that_follow(launch: Callable[.
     assert cause < errors.index("worker 1 died (exit code 1) since a peer was gone: RuntimeError: [gloo/transport")
 
 
+@pytest.mark.deep
 def test_a_lost_peer_that_nobody_knows_of_is_shown_whole(launch: Callable[..., Launched]) -> None:
     """No other failure explains it: then the traceback is what there is to go by."""
     script = """
@@ -239,6 +247,7 @@ def test_a_lost_peer_that_nobody_knows_of_is_shown_whole(launch: Callable[..., L
     assert errors.index("Traceback") < errors.index("before any progress: not restarted, see its traceback above")
 
 
+@pytest.mark.deep
 def test_errors_in_a_file_are_whole(launch: Callable[..., Launched]) -> None:
     """There they bury nothing."""
     script = "note()\nraise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection refused')"
@@ -264,7 +273,8 @@ def test_the_same_failure_twice_is_the_scripts_own(launch: Callable[..., Launche
     assert "at step 5, the same failure as before: not restarted, see its traceback above" in errors
 
 
-@pytest.mark.parametrize("known_first", [False, deep(True)])
+@pytest.mark.deep
+@pytest.mark.parametrize("known_first", [False, True])
 def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched], known_first: bool) -> None:
     """A framework that numbers its processes itself: said at once, not where the first vote of a checkpoint counts.
 
@@ -290,6 +300,7 @@ def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched
     assert "TorchElasticEnvironment" in errors
 
 
+@pytest.mark.deep
 def test_what_an_exception_says_is_heard_once(launch: Callable[..., Launched]) -> None:
     """torch's excepthook lies over ours when the settings are read again, as each session does."""
     script = """

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.deep import deep
 from tests.e2e.launched import Launched
 
 TRAIN = """
@@ -34,9 +33,10 @@ TRAIN = """
 STEPS = 20
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "ends",
-    [(signal.SIGINT, signal.SIGKILL, signal.SIGINT), deep((signal.SIGINT, signal.SIGINT))],
+    [(signal.SIGINT, signal.SIGKILL, signal.SIGINT), (signal.SIGINT, signal.SIGINT)],
     ids=["three", "two"],
 )
 def test_each_launch_goes_on_at_the_last_save_of_the_one_before(

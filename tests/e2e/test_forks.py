@@ -87,6 +87,7 @@ def _whole(url: str) -> list[int]:
     return [one.generation.step for one in generations.scan(url, None, None).manifests]
 
 
+@pytest.mark.deep
 def test_a_launched_worker_outlives_whatever_its_children_do(launch: Callable[..., Launched], tmp_path: Path) -> None:
     """They leave the block by exit, error and `close`, while a save is under way: none gives up the seat."""
     url = str(tmp_path / "saved")
@@ -97,6 +98,7 @@ def test_a_launched_worker_outlives_whatever_its_children_do(launch: Callable[..
     assert 14 in _whole(url)
 
 
+@pytest.mark.deep
 def test_a_child_that_trains_on_is_told_that_nothing_is_saved(job: str, tmp_path: Path) -> None:
     """Without a launcher; it ends the block as if training were over."""
     url = str(tmp_path / "saved")

@@ -113,6 +113,7 @@ def test_a_stopped_leader_does_no_harm_when_it_goes_on(etcd_masters: Masters) ->
     client.close()
 
 
+@pytest.mark.deep
 def test_a_long_poll_at_a_stopped_leader_is_sent_to_the_next_one(etcd_masters: Masters) -> None:
     """Long before its own timeout: no master is asked to keep it for longer than a few seconds."""
     masters = etcd_masters
@@ -126,6 +127,7 @@ def test_a_long_poll_at_a_stopped_leader_is_sent_to_the_next_one(etcd_masters: M
     client.close()
 
 
+@pytest.mark.deep
 def test_a_leader_without_its_key_goes_on_as_a_standby(etcd_masters: Masters) -> None:
     """The journal tells it: its lease lives. It neither ends nor writes, and it keeps its port."""
     masters = etcd_masters
@@ -150,6 +152,7 @@ def test_a_leader_that_ends_is_replaced_at_once(masters: Masters) -> None:
     masters.leader(first)
 
 
+@pytest.mark.deep
 def test_etcd_is_away_for_a_while(tmp_path: Path) -> None:
     """Without etcd no master leads; what was acknowledged is there when it is back."""
     own = EtcdProcess(tmp_path)
@@ -170,6 +173,7 @@ def test_etcd_is_away_for_a_while(tmp_path: Path) -> None:
         own.close()
 
 
+@pytest.mark.deep
 def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
     own = EtcdProcess(tmp_path, 3)
     masters = Masters(tmp_path, own.journal(tmp_path.name))
@@ -189,6 +193,7 @@ def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
         own.close()
 
 
+@pytest.mark.deep
 def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
     """Events are refused with the reason, questions are answered; with room again all goes on under that leader."""
     own = EtcdProcess(tmp_path, 1, "--quota-backend-bytes", str(16 << 20))
@@ -214,6 +219,7 @@ def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
         own.close()
 
 
+@pytest.mark.deep
 def test_etcd_with_tls_and_a_password(tmp_path: Path) -> None:
     """A member that restarts has forgotten the masters' tokens. A wrong password is named. The CA is in a folder."""
     cert, key = certificate(tmp_path, "etcd", "O")  # etcd's gateway refuses a common name beside a password
@@ -413,6 +419,7 @@ TRAINING = """
 """
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-56", "ED-58", "ED-62")
 def test_a_run_outlives_its_masters_and_ends_bit_equal(
     masters: Masters, launch: Callable[..., Launched], tmp_path: Path

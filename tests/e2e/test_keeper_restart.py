@@ -40,7 +40,7 @@ def completed(lives: list[dict], pid: int) -> list[int]:
     return [life["complete"] for life in lives if "complete" in life and life["pid"] == pid]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_keeper_then_worker_killed(tmp_path: Path) -> None:
     """What is in the second keeper restores the second life; the breakpoint save makes it durable meanwhile."""
     url = tmp_path / "ck"
@@ -68,7 +68,7 @@ def test_keeper_then_worker_killed(tmp_path: Path) -> None:
     assert run.leftovers() == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_runtime_folder_goes_and_the_worker_dies(tmp_path: Path) -> None:
     """A logout removes XDG_RUNTIME_DIR under a run. The next life looks where the launcher did, and finds it all."""
     session = tmp_path / "xdg"

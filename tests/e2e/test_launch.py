@@ -189,6 +189,7 @@ def test_fresh_is_said_once(launch: Callable[..., Launched], options: list[str],
     assert [life["fresh"] or "" for life in run.read()] == ["1", ""]
 
 
+@pytest.mark.deep
 def test_one_launcher_for_each_job(launch: Callable[..., Launched]) -> None:
     """A second launch of a job that lives here is refused at once, naming the first; it leaves nothing."""
     first = launch("note(); threading.Event().wait(600)")
@@ -204,6 +205,7 @@ def test_one_launcher_for_each_job(launch: Callable[..., Launched]) -> None:
     assert first.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("meet", [True, False])
 def test_a_job_of_one_node_has_one_launcher_whatever_the_node_is_called(
     launch: Callable[..., Launched], node: Callable[..., Launched], meet: bool
@@ -222,6 +224,7 @@ def test_a_job_of_one_node_has_one_launcher_whatever_the_node_is_called(
     assert f"its launcher is pid {first.process.pid}" in errors
 
 
+@pytest.mark.deep
 def test_who_waited_while_another_machine_trained_has_not_succeeded(node: Callable[..., Launched]) -> None:
     """Another machine, of which only the master can know: here it is one with a runtime folder of its own."""
     script = """
@@ -246,6 +249,7 @@ def test_who_waited_while_another_machine_trained_has_not_succeeded(node: Callab
     assert "the launcher on node a trained it to its end, while this one waited for a place" in errors
 
 
+@pytest.mark.deep
 def test_a_journal_that_is_gone_costs_a_restart(launch: Callable[..., Launched], tmp_path: Path) -> None:
     """The master begins a new one; the workers that it does not know start again, from what they have saved."""
     script = """
@@ -268,6 +272,7 @@ def test_a_journal_that_is_gone_costs_a_restart(launch: Callable[..., Launched],
     assert (tmp_path / "books" / "job.db").exists()
 
 
+@pytest.mark.deep
 def test_a_signal_is_heard_while_the_master_is_not(launch: Callable[..., Launched]) -> None:
     """SIGTERM while the launcher waits for its master or its round: 143 at once, not after a minute."""
     run = launch("note()")

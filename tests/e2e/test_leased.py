@@ -59,7 +59,7 @@ def visited(lives: list[dict[str, Any]]) -> Counter[tuple[int, int]]:
 
 
 @pytest.mark.requirement("ED-39")
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(200)
 def test_a_worker_with_leased_data_is_lost(launch: Callable[..., Launched]) -> None:
     """Both workers are started again, once, and the master's books are complete."""

@@ -23,6 +23,7 @@ def left(folder: Path) -> tuple[list[str], list[str]]:
         return found, [row["step"] for row in csv.DictReader(file)]
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore")
 def test_a_killed_run_leaves_the_files_of_an_unbroken_one(tmp_path: Path) -> None:
     """Killed at step 12, resumed at 7: the files of steps 8, 10 and 12 and of the epoch's end are written again. A

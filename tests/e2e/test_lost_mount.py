@@ -17,7 +17,6 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.storage import generations, mounts, url_claim
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest
-from tests.deep import deep
 from tests.e2e.kept import Kept, state
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -47,11 +46,12 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
         unmount(at)
 
 
-@pytest.fixture(params=["a folder in it", deep("the mount point")])
+@pytest.fixture(params=["a folder in it", "the mount point"])
 def url(mounted: Path, request: pytest.FixtureRequest) -> Path:
     return mounted if request.param == "the mount point" else mounted / "runs/one"
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: file systems cannot be mounted, so none can be lost")
 def test_a_lost_mount_fails_the_persist_and_nothing_is_written(
     kept: Kept, mounted: Path, url: Path, tmp_path: Path

@@ -51,7 +51,7 @@ def ends(run: Launched) -> list[tuple[str, int]]:
 
 
 @pytest.mark.requirement("ED-2", "ED-7")
-@pytest.mark.slow
+@pytest.mark.deep
 def test_another_node_in_its_place_makes_it_the_undisturbed_run(
     launch: Callable[..., Launched], node: Callable[..., Launched]
 ) -> None:

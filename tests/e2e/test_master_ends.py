@@ -84,6 +84,7 @@ def _command(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.deep
 def test_refusals_of_the_command_line(tmp_path: Path) -> None:
     """Exit 78 and words, no traceback: open address without token, port in use, journal in no folder, bad fd."""
     (tmp_path / "empty").write_text("\n")
@@ -113,6 +114,7 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
             assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.deep
 def test_a_second_master_on_a_journal_is_refused(live_master: LiveMaster, tmp_path: Path) -> None:
     """Exit 78 with the first one's pid and host, by whatever path; killed, the first one leaves it free."""
     live_master.client("agent").call(join())

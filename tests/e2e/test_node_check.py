@@ -64,6 +64,7 @@ def test_a_node_that_cannot_be_reached_is_bad(node: Node, live_master: LiveMaste
     assert live_master.client("test").call(p.ShowJob("check")).kept_out == (p.KeptOut("c", ends[2][1]["reason"]),)
 
 
+@pytest.mark.deep
 def test_a_slow_network_is_the_slow_nodes(node: Node, live_master: LiveMaster) -> None:
     """Each of its transfers is slow, and those of its peers with each other are not."""
     c = node("c", 3, proxied=True)
@@ -90,6 +91,7 @@ def test_a_node_that_is_killed_in_a_transfer(node: Node, live_master: LiveMaster
     assert "its process ended" in shown(live_master)["c"].reason
 
 
+@pytest.mark.deep
 def test_the_check_goes_on_after_a_restart_of_the_master(node: Node, live_master: LiveMaster) -> None:
     """Killed while a node waits for the other one, and again while both wait for each other's data."""
     a = node("a", 2, 3.0)
@@ -118,6 +120,7 @@ def checks(node: str, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
+@pytest.mark.deep
 def test_two_nodes_and_a_full_disk(tmp_path: Path, live_master: LiveMaster) -> None:
     """The command on both nodes: the node with the full disk ends with 76 and the reason, and both show it."""
     flags = ("--master", live_master.url, "--token", live_master.token or "", "--nnodes", "2")
@@ -137,7 +140,7 @@ def test_two_nodes_and_a_full_disk(tmp_path: Path, live_master: LiveMaster) -> N
     assert "waiting for 2 nodes" in errors_b
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_bad_node_does_not_join(
     tmp_path: Path, live_master: LiveMaster, launch: Callable[..., Launched], job: str
 ) -> None:

@@ -37,6 +37,7 @@ def test_two_nodes_are_one_world(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_a_node_that_waits_joins_again_if_the_next_master_knows_nothing(
     launch: Callable[..., Launched], tmp_path: Path, first: str
@@ -68,6 +69,7 @@ def test_a_node_that_waits_joins_again_if_the_next_master_knows_nothing(
         master.close()
 
 
+@pytest.mark.deep
 def test_a_node_that_waits_gives_way_to_a_later_one_of_its_name(
     launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_dead_worker_of_one_node_restarts_both(node: Node) -> None:
     assert all_gone([life["pid"] for life in a.read()])
 
 
+@pytest.mark.deep
 def test_a_wrong_script_ends_the_job_on_all_nodes(node: Node) -> None:
     """One rank fails before any progress: that node says why, the other ends with the same code at once."""
     script = (
@@ -121,6 +124,7 @@ def test_a_wrong_script_ends_the_job_on_all_nodes(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-8", "ED-9", "ED-14")
 def test_hot_waits_for_a_replacement_and_then_fails(node: Node) -> None:
     """A lost node is waited for until the deadline; then the job fails with the reason."""
@@ -138,6 +142,7 @@ def test_hot_waits_for_a_replacement_and_then_fails(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-7", "ED-8")
 def test_hot_takes_the_replacement(node: Node) -> None:
     """Only the faulty node is replaced; the others wait for it, and the world is as large as before."""
@@ -158,6 +163,7 @@ def test_hot_takes_the_replacement(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-10", "ED-12", "ED-14", "ED-22")
 def test_shrink_goes_on_with_fewer_and_refuses_newcomers(node: Node) -> None:
     """One node of two is lost; the other trains on, and one that comes later is told why it is not taken."""
@@ -177,6 +183,7 @@ def test_shrink_goes_on_with_fewer_and_refuses_newcomers(node: Node) -> None:
     assert all_gone([life["pid"] for life in a.read()])
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-23")
 def test_elastic_nodes_are_taken_in_and_given_up(node: Node) -> None:
     """One node begins, a second one is added, and lost again; workers without recovery restart."""
@@ -204,6 +211,7 @@ def test_elastic_nodes_are_taken_in_and_given_up(node: Node) -> None:
     assert all_gone([life["pid"] for life in a.read()])
 
 
+@pytest.mark.deep
 def test_killing_the_launcher_with_the_master_ends_the_job(node: Node) -> None:
     """kill -9: no worker, keeper, master or file of it is left; the other node waits, and then says why it ends."""
     flags = ("--nnodes", "2", "-n", "2", "--replace-timeout", "1", "--master-away", "3s")
@@ -225,6 +233,7 @@ def test_killing_the_launcher_with_the_master_ends_the_job(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 def test_slurm_needs_no_other_flag(launch: Callable[..., Launched], tmp_path: Path) -> None:
     """`srun dlrover-hooks run --slurm SCRIPT`: nodes, ranks, address, job and a token that the nodes share."""
     port = 15000 + os.getpid() % 5000

@@ -256,6 +256,7 @@ engine.close()
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("given_up", ["", "given up"])
 def test_a_storage_that_is_resized_under_the_copy_waits_for_it(kept: Kept, given_up: str) -> None:
     """What FSDP does to free parameters: the copy would read memory that is unmapped, and the process would die.

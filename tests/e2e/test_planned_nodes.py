@@ -60,6 +60,7 @@ def lives(launched: Launched, count: int) -> list[dict[str, Any]]:
     return launched.wait_for(lambda found: len(found) == count)
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("SC-1", "DL-29", "DL-30")
 def test_a_plan_that_slows_the_job_down_is_taken_back_and_no_sample_is_lost_or_repeated(
     launch: Launch, tmp_path: Path
@@ -83,6 +84,7 @@ def test_a_plan_that_slows_the_job_down_is_taken_back_and_no_sample_is_lost_or_r
     assert job.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-28")
 def test_the_user_changes_the_number_of_nodes(launch: Launch) -> None:
     """Manual mode: nodes are added and removed while the first one stays."""
@@ -109,6 +111,7 @@ def test_the_user_changes_the_number_of_nodes(launch: Launch) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.deep
 def test_a_node_that_is_killed_is_replaced(launch: Launch) -> None:
     job = launch(STAY, "--mode", "manual", "--max-workers", "2", "--min-workers", "2", member=True)
     lives(job, 2)
@@ -121,6 +124,7 @@ def test_a_node_that_is_killed_is_replaced(launch: Launch) -> None:
     assert job.end()[0] == 130
 
 
+@pytest.mark.deep
 def test_an_error_of_the_script_ends_the_job_with_its_traceback(launch: Launch) -> None:
     job = launch("raise ValueError('no such column')\n", "--mode", "manual", "--max-workers", "2")
     code, said = job.end()
@@ -138,6 +142,7 @@ def test_nodes_end_with_a_launcher_that_is_killed(launch: Launch) -> None:
     assert all_gone(pids)
 
 
+@pytest.mark.deep
 def test_a_master_that_is_killed_keeps_the_plans(launch: Launch) -> None:
     """It is started again with its journal: nodes stay, and the user's plan holds."""
     job = launch(STAY, "--mode", "manual", "--max-workers", "2", member=True)
@@ -164,6 +169,7 @@ def brain(tmp_path: Path) -> Iterator[BrainProcess]:
     process.close()
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-34", "DL-38")
 def test_in_cluster_mode_the_brain_makes_the_plans(launch: Launch, brain: BrainProcess) -> None:
     job = launch(STAY, "--mode", "cluster", "--brain", brain.url, "--max-workers", "2", member=True)
@@ -175,6 +181,7 @@ def test_in_cluster_mode_the_brain_makes_the_plans(launch: Launch, brain: BrainP
     assert job.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-39")
 def test_a_brain_that_is_away_and_a_master_that_is_killed_do_not_stop_the_job(
     launch: Launch, brain: BrainProcess

@@ -45,7 +45,7 @@ def leave_together(launch: Callable[..., Launched], script: str) -> tuple[Launch
     return run, steps[0]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_one_of_two_gets_the_signal(launch: Callable[..., Launched]) -> None:
     """Both leave at one step, durable; the same command goes on there and ends as an undisturbed run does."""
@@ -88,6 +88,7 @@ LEAVES = """
     """
 
 
+@pytest.mark.deep
 def test_sigterm_to_the_launcher_is_passed_on(launch: Callable[..., Launched]) -> None:
     """The workers get it, and --grace seconds; they leave together, and the launcher says 75 for them."""
     run = launch(LEAVES, "-n", "2", "--grace", "20", member=True)
@@ -100,6 +101,7 @@ def test_sigterm_to_the_launcher_is_passed_on(launch: Callable[..., Launched]) -
     assert run.leftovers() == []
 
 
+@pytest.mark.deep
 def test_the_first_to_end_does_not_take_the_others_along(launch: Callable[..., Launched]) -> None:
     """Workers that recover are left alone when another one dies; of a preempted node all leave, each in its time."""
     said = "select.select([], [], [], 1.0 * place.rank); note(said=True); exit(75)"
@@ -112,6 +114,7 @@ def test_the_first_to_end_does_not_take_the_others_along(launch: Callable[..., L
     assert seen(run.read(), "said") == [True, True]
 
 
+@pytest.mark.deep
 def test_a_grace_that_is_too_short(launch: Callable[..., Launched]) -> None:
     """A worker that has not left by then is killed, and 143 says so; forked children of workers go too."""
     run = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN); note(); os.fork(); threading.Event().wait(600)",
@@ -154,6 +157,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {"PATH": path, "SLURM_JOB_ID": "4711", "SLURM_NODEID": "0", "DLROVER_HOOKS_RUNTIME_DIR": str(runtime)}
 
 
+@pytest.mark.deep
 def test_slurms_time_limit_requeues(launch: Callable[..., Launched], slurm: dict[str, str], tmp_path: Path) -> None:
     """Near the limit the workers leave, and the job goes back into the queue. The exit code is not 75 then."""
     run = launch(LEAVES, "--requeue", member=True, **slurm, SLURM_JOB_END_TIME=str(int(time.time()) + 100))
@@ -190,6 +194,7 @@ def test_a_start_is_requeued_once(
     assert called.read_text() == "requeue 4711\n" * 3
 
 
+@pytest.mark.deep
 def test_usr1_warns_of_the_limit(launch: Callable[..., Launched], slurm: dict[str, str]) -> None:
     """`sbatch --signal=B:USR1@300`: the launcher tells the workers how long they have; without --requeue: 75."""
     run = launch(LEAVES, member=True, **slurm, SLURM_JOB_END_TIME=str(int(time.time()) + 300))
@@ -201,6 +206,7 @@ def test_usr1_warns_of_the_limit(launch: Callable[..., Launched], slurm: dict[st
     assert 250 < seen(run.read(), "left_s")[0] <= 300
 
 
+@pytest.mark.deep
 def test_the_last_screen_tells_the_first_failure(launch: Callable[..., Launched]) -> None:
     """Which worker, in its own words, where, what was done; its stderr streamed on as ever."""
     script = """

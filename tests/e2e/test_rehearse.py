@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.deep import deep
 from tests.e2e.launched import REPOSITORY
 from tests.waiting import until
 
@@ -67,7 +68,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(330)
 def test_a_good_script_keeps_every_promise(tmp_path: Path, temporary: Path) -> None:
     """Two workers, one of them killed, and a relaunch with one; nothing of it is left, its checkpoints neither."""
@@ -82,7 +83,7 @@ def test_a_good_script_keeps_every_promise(tmp_path: Path, temporary: Path) -> N
     assert [path for path in temporary.iterdir() if "rehearsal" in path.name] == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(330)
 def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None:
     """range(epochs), an average of the weights that no checkpoint has, and a file that each step appends to."""
@@ -146,7 +147,7 @@ def test_a_script_without_hooks_is_told_so(tmp_path: Path, temporary: Path) -> N
     assert "ValueError: wrong" in said
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, deep(signal.SIGTERM)])
 def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, temporary: Path, signum: int) -> None:
     """Ctrl-C while a run is under way: its launcher, workers, master and keeper end, and its folder is removed."""
     (tmp_path / "idle.py").write_text("import threading; open('begun', 'w').close(); threading.Event().wait(600)\n")

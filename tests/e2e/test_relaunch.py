@@ -46,7 +46,7 @@ def wait_for_step(launcher: subprocess.Popen[str], records: Path, step: int) -> 
     until(lambda: run.read().step >= step, f"step {step}", between=runs)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_interrupted_resumed_and_finished(tmp_path: Path) -> None:
     """Ctrl-C: the keeper makes the newest generation durable; the same job goes on there, each sample exactly once."""
     job = f"relaunch-{uuid.uuid4().hex[:8]}"

@@ -113,6 +113,7 @@ def trained(house: House, workers: list[Worker], steps: int) -> list[dict[str, A
     return told
 
 
+@pytest.mark.deep
 def test_a_replaced_node_goes_on_where_it_was_lost(house: House) -> None:
     """No storage at all: node c takes b's place, rank 1, with its weights, data and random state, bit for bit."""
     a, b = house.workers("a", "b")
@@ -133,6 +134,7 @@ def test_a_replaced_node_goes_on_where_it_was_lost(house: House) -> None:
     house.replicated("a", 5, "c")
 
 
+@pytest.mark.deep
 def test_a_damaged_replica_is_named_and_the_step_before_it_serves(house: House) -> None:
     a, b = house.workers("a", "b")
     trained(house, [a, b], 3)
@@ -149,6 +151,7 @@ def test_a_damaged_replica_is_named_and_the_step_before_it_serves(house: House) 
     assert "rank 1, of node b: chunk 0 from the keeper of node a" in log
 
 
+@pytest.mark.deep
 def test_a_smaller_world_restores_what_only_a_replica_holds(house: House) -> None:
     """Node b is not replaced: a goes on alone, from memory, since it holds all images."""
     a, b = house.workers("a", "b")
@@ -160,6 +163,7 @@ def test_a_smaller_world_restores_what_only_a_replica_holds(house: House) -> Non
     assert (found["source"], found["at"], found["w"]) == ("memory", 2, before[0]["w"])
 
 
+@pytest.mark.deep
 def test_a_larger_world_fetches_for_a_node_that_holds_nothing(house: House) -> None:
     a, b = house.workers("a", "b")
     before = trained(house, [a, b], 2)
@@ -170,6 +174,7 @@ def test_a_larger_world_fetches_for_a_node_that_holds_nothing(house: House) -> N
         assert (found["source"], found["at"], found["w"]) == ("peer", 2, before[0]["w"])
 
 
+@pytest.mark.deep
 def test_without_replicas_nothing_listens_and_nothing_is_held(house: House) -> None:
     a, b = house.workers("a", "b", replicas=0)
     for worker in (a, b):

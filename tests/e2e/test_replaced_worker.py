@@ -91,6 +91,7 @@ def test_only_the_dead_worker_is_replaced(survivors: Callable[..., Launched], tm
     assert "worker 1 died (SIGKILL) at step 1; the others live on, replacing 1 worker (1 of 10 restarts)" in errors
 
 
+@pytest.mark.deep
 def test_a_program_that_is_not_run_by_this_python_is_replaced_too(survivors: Callable[..., Launched]) -> None:
     """`--no-python`: the new process has a rank before the program starts, although the program cannot join."""
     run = survivors(STAY, "-n", "2", "--no-python", sys.executable)
@@ -101,6 +102,7 @@ def test_a_program_that_is_not_run_by_this_python_is_replaced_too(survivors: Cal
     stop(run)
 
 
+@pytest.mark.deep
 def test_a_worker_that_the_master_has_lost_is_killed_and_replaced(
     survivors: Callable[..., Launched], tmp_path: Path
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_worker_that_the_master_has_lost_is_killed_and_replaced(
     master.close()
 
 
+@pytest.mark.deep
 def test_a_worker_is_named_by_the_rank_that_it_has(survivors: Callable[..., Launched]) -> None:
     """Rank 0 dies, so a survivor gets its rank; the next death is that of rank 0, in the place of local rank 1."""
     run = survivors(STAY, "-n", "2")
@@ -142,6 +145,7 @@ def test_a_worker_is_named_by_the_rank_that_it_has(survivors: Callable[..., Laun
     assert "worker 0 (local rank 1) died (SIGKILL) at step 1; the others live on" in errors
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-10")
 def test_shrink_replaces_nobody(survivors: Callable[..., Launched]) -> None:
     """Three, then two, then the one that is enough; when that dies, too, the run fails and says why."""
@@ -159,6 +163,7 @@ def test_shrink_replaces_nobody(survivors: Callable[..., Launched]) -> None:
     assert all_gone([life["pid"] for life in run.read()])
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-13", "ED-14", "ED-52")
 def test_elastic_goes_on_at_once_and_grows_again(survivors: Callable[..., Launched]) -> None:
     """The survivor does not wait for the newcomer; when that has come, it makes room for it."""
@@ -174,6 +179,7 @@ def test_elastic_goes_on_at_once_and_grows_again(survivors: Callable[..., Launch
     stop(run)
 
 
+@pytest.mark.deep
 def test_a_replacement_that_dies_is_replaced_until_the_budget_is_spent(survivors: Callable[..., Launched]) -> None:
     script = STAY.replace("survive()", "survive() if life == 0 else os.kill(os.getpid(), signal.SIGKILL)")
     run = survivors(script, "-n", "2", "--max-restarts", "2")
@@ -186,6 +192,7 @@ def test_a_replacement_that_dies_is_replaced_until_the_budget_is_spent(survivors
     assert run.leftovers() == []
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-13", "ED-52")
 def test_a_node_replaces_its_own_and_the_others_are_not_touched(node: Node) -> None:
     """Two nodes, elastic: the only worker of one dies, the other goes on alone, and makes room for the replacement.
@@ -209,6 +216,7 @@ def test_a_node_replaces_its_own_and_the_others_are_not_touched(node: Node) -> N
     assert all_gone([life["pid"] for life in a.read()])
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("ED-9")
 def test_a_lost_node_is_waited_for_by_survivors_too(node: Node) -> None:
     """At level hot the survivor keeps its process and waits, and after the deadline the job fails."""
@@ -259,6 +267,7 @@ def test_a_warm_standby_takes_the_seat(
     assert run.leftovers() == []
 
 
+@pytest.mark.deep
 def test_no_standby_where_the_user_says_so(launch: Callable[..., Launched]) -> None:
     """`--standby 0`: a replacement starts cold, and no process but those of the job is there."""
     script = "from dlrover_hooks.worker import preimport_list as preload; preload.tell()\n" + STAY

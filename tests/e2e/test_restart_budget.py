@@ -45,6 +45,7 @@ def test_the_budget_is_the_jobs(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 def test_a_worker_says_that_its_node_is_bad(node: Node) -> None:
     """Exit code 76: that launcher ends with it, whatever the step; the other node goes on with another one."""
     script = STAY.replace("threading", "os.environ['DLROVER_HOOKS_NODE'] == 'b' and exit(76)\nthreading")
@@ -66,6 +67,7 @@ def test_a_worker_says_that_its_node_is_bad(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.deep
 def test_a_node_that_fails_again_and_again_is_replaced(node: Node) -> None:
     """Three times in a row its worker took the job along, and no step was made: 76, with restarts left for the job."""
     script = """
@@ -91,6 +93,7 @@ def test_a_node_that_fails_again_and_again_is_replaced(node: Node) -> None:
     assert a.end()[0] == 130
 
 
+@pytest.mark.deep
 def test_a_preempted_script_is_not_started_again(launch: Callable[..., Launched]) -> None:
     """Exit code 75 of its own: the launcher passes it on."""
     run = launch("note(); exit(75)")
@@ -110,6 +113,7 @@ leave(2)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("last", ["regroup()", "heard.get(); leave(1); exit(0)"])
 def test_workers_that_were_done_are_called_back(launch: Callable[..., Launched], last: str) -> None:
     """One is done, one dies, the third joins again, or is done, too: nobody waits in vain for the others."""
@@ -128,6 +132,7 @@ def test_workers_that_were_done_are_called_back(launch: Callable[..., Launched],
 RESTARTS = "attach(); beat(1); say(p.Seated(place.round, (place.rank,), 2), node=place.node)"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("hooks", ["survive()", RESTARTS], ids=["recovers", "restarts"])
 def test_a_node_that_was_done_starts_again_with_the_others(node: Node, hooks: str) -> None:
     """All workers of one node are done when one of the other fails; the job ends when all are done once more."""
@@ -149,6 +154,7 @@ def test_a_node_that_was_done_starts_again_with_the_others(node: Node, hooks: st
     assert "another node has failed before it was done: starting again with it" in said_a + said_b
 
 
+@pytest.mark.deep
 def test_a_master_that_has_gone_is_not_waited_for(launch: Callable[..., Launched], tmp_path: Path) -> None:
     """Its node is lost while the others need a round: they end with 77, say whose master it was, and what to do.
 
@@ -184,6 +190,7 @@ def test_a_master_that_has_gone_is_not_waited_for(launch: Callable[..., Launched
     master.close()
 
 
+@pytest.mark.deep
 def test_failures_before_the_window_do_not_end_the_job(node: Node) -> None:
     """With a window of an instant each failure is the only one: three are followed by a restart, of a budget of one."""
     a = node("a", STAY, "--max-restarts", "1", "--restart-window", "1ms")

@@ -83,6 +83,7 @@ def test_training_goes_on_without_the_keeper_and_a_new_one_is_used(house: House)
     assert (second.restored.source, second.at) == (Source.MEMORY, life.at)
 
 
+@pytest.mark.deep
 def test_killed_workers_are_followed_by_worlds_of_any_size(house: House) -> None:
     """kill -9 of both ranks at W=2; then W=2 (bit-equal, random state too), W=1 and W=3 restore it from memory."""
     workers = lives(house, 2)
@@ -155,6 +156,7 @@ def test_a_second_launch_of_a_living_job_is_refused(house: House, fresh: bool) -
     assert life.session.skipped_saves == 0
 
 
+@pytest.mark.deep
 def test_a_life_whose_seat_is_taken_is_told(house: House) -> None:
     """Never silently frozen. Its master is gone, so only the keeper can tell."""
     first = trained(house.life(), 1)

@@ -43,6 +43,7 @@ def test_a_full_disk_stops_or_warns(house: House, small_disk: Path, caplog: pyte
     assert second.view().newest_committed is None
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_room_on_a_full_disk_makes_a_later_generation_durable(
     house: House, small_disk: Path, caplog: pytest.LogCaptureFixture
@@ -166,10 +167,9 @@ def test_a_tree_named_to_start_from_is_taken_whatever_its_job(house: House, tmp_
         house.life(resume=str(tmp_path / "old"), **alone)
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-@pytest.mark.parametrize(
-    ("on_error", "alone"), [("raise", False), ("warn", True), deep("raise", True), deep("warn", False)]
-)
+@pytest.mark.parametrize(("on_error", "alone"), [("raise", False), ("warn", True), ("raise", True), ("warn", False)])
 def test_storage_that_takes_nothing_at_the_end(
     house: House, small_disk: Path, on_error: str, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,6 +202,7 @@ def test_storage_that_takes_nothing_at_the_end(
     until((save_to / "finished.json").exists, "the end")
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_no_rank_waits_for_another_whose_storage_is_full(house: House, small_disk: Path) -> None:
     """Only rank 0's file is large; rank 1's is written, and its MANIFEST will never come."""
@@ -227,7 +228,7 @@ def test_a_disk_with_room_for_a_note_only_is_refused_before_training(house: Hous
         house.life(save_to=str(small_disk))
 
 
-@pytest.mark.parametrize("save_every", ["auto", "0.2s"])
+@pytest.mark.parametrize("save_every", ["auto", deep("0.2s")])
 def test_every_launch_saves_soon_whatever_step_it_begins_at(house: House, tmp_path: Path, save_every: str) -> None:
     """In memory and in storage; the next power of two is 448,575 steps away."""
     first = house.life(save_to=str(tmp_path), persist_every=1)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.protocol import LedgerView, ShowLedger
+from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import environments
 from tests.waiting import json_lines, until
@@ -105,6 +106,7 @@ def test_every_sample_is_acknowledged_once(crew: Crew, pytestconfig: pytest.Conf
     assert set(crew.seen()) == {(epoch, sample) for epoch in range(epochs) for sample in range(n)}
 
 
+@pytest.mark.deep
 @pytest.mark.requirement("DL-73", "EZ-15")
 def test_a_worker_that_is_alone_in_killing_itself_loses_nothing(crew: Crew) -> None:
     """What was acknowledged is not handed out again, what was not is."""
@@ -120,7 +122,7 @@ def test_a_worker_that_is_alone_in_killing_itself_loses_nothing(crew: Crew) -> N
     assert crew.ledger().done == 400
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, deep(2)])
 def test_ranks_of_different_speed_train_in_step(crew: Crew, tmp_path: Path, workers: int) -> None:
     """Leased data too: as many steps on each rank, each sample once, weights that add up to one exactly."""
     ranks = [
@@ -145,6 +147,7 @@ def test_ranks_of_different_speed_train_in_step(crew: Crew, tmp_path: Path, work
     assert (view.done, view.todo, view.leases) == (2 * 501, 0, 0)
 
 
+@pytest.mark.deep
 def test_an_error_leaves_no_rank_waiting(crew: Crew, tmp_path: Path) -> None:
     """One rank cannot go on: the others hear of it at the next step instead of hanging in a collective."""
     ranks = [crew.start(n=200, rank=rank, store=tmp_path / "store", good=40 if rank else 0) for rank in range(2)]

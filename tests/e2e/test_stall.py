@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.deep import deep
 from tests.e2e.launched import Launched
 
 SCRIPT = """
@@ -51,7 +50,7 @@ SCRIPT = """
     """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 def test_the_rank_that_holds_up_the_others_is_named(launch: Callable[..., Launched], tmp_path: Path) -> None:
     job = launch(SCRIPT, "--nproc-per-node", "2", "--standby", "0")
@@ -71,9 +70,9 @@ def test_the_rank_that_holds_up_the_others_is_named(launch: Callable[..., Launch
     assert said.count("ended at step 16") == 2, "nothing was killed or repeated"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("steps", [(4,), deep((4, 6))])
+@pytest.mark.parametrize("steps", [(4,), (4, 6)])
 def test_the_rank_that_holds_up_the_others_is_replaced(
     launch: Callable[..., Launched], tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
@@ -123,7 +122,7 @@ HOLDS_THE_GIL = """
     """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 def test_a_rank_that_holds_the_gil_shows_its_stack(launch: Callable[..., Launched]) -> None:
     """It sends no heartbeats and cannot log anything. The launcher gets its stacks before it kills it."""

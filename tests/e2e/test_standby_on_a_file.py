@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks.master.journal.sqlite_journal import lock_path
-from tests.deep import deep
 from tests.e2e.job_script import join
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.several_masters import Masters, client_of, names, takeovers_under_load
@@ -32,7 +31,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Masters]]:
         one.close()
 
 
-@pytest.mark.parametrize("turns", [3, deep(10)])
+@pytest.mark.deep
+@pytest.mark.parametrize("turns", [3, 10])
 def test_takeovers_under_load_lose_nothing(start: Callable[[int], Masters], turns: int) -> None:
     """Two masters; the leader is killed while clients write. Each takeover has an epoch of its own."""
     masters = start(2)

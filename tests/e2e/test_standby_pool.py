@@ -104,6 +104,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.deep
 def test_its_last_words_are_heard(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """What ends the worker that it became stands on the launcher's last screen, too."""
     script = "from dlrover_hooks import config\nconfig.tell_launcher()\nraise ValueError('in a seat')\n"
@@ -251,6 +252,7 @@ def of_folder(folder: Path) -> list[list[str]]:
 THREADS = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 
 
+@pytest.mark.deep
 def test_a_package_that_cannot_be_forked_is_left_out_by_name(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """A thread that an import starts does not exist in a fork: that package is imported by the script instead."""
     (tmp_path / "timm.py").write_text(THREADS)
@@ -272,6 +274,7 @@ def test_a_package_that_cannot_be_forked_is_left_out_by_name(launcher: Callable[
     assert "timm is left out of the standbys' imports: it starts a thread when it is imported" in errors
 
 
+@pytest.mark.deep
 def test_of_a_package_only_the_part_that_starts_a_thread_is_left_out(
     launcher: Callable[..., Launcher], tmp_path: Path
 ) -> None:
@@ -291,6 +294,7 @@ def test_of_a_package_only_the_part_that_starts_a_thread_is_left_out(
     assert "einops.noisy is left out of the standbys' imports" in errors
 
 
+@pytest.mark.deep
 def test_orphans_of_a_killed_worker_are_buried(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """The process that keeps standbys is the parent of what workers leave behind: no zombie stays, none is stolen."""
     (tmp_path / "script.py").write_text(
@@ -314,6 +318,7 @@ def test_orphans_of_a_killed_worker_are_buried(launcher: Callable[..., Launcher]
     assert code == 0, errors
 
 
+@pytest.mark.deep
 def test_a_standby_that_dies_before_it_is_heard_is_replaced(launcher: Callable[..., Launcher]) -> None:
     """It has said its process id, died, and was buried as an orphan: that number is nobody's now, or another's."""
     code = """
@@ -358,6 +363,7 @@ def test_what_ends_first_when_memory_runs_out(launcher: Callable[..., Launcher],
     assert own == {"own": worker}
 
 
+@pytest.mark.deep
 def test_standbys_are_given_up_while_memory_is_short(launcher: Callable[..., Launcher]) -> None:
     """Only those that nobody asked for; they come back once there is room, and it is said once."""
     code = """
@@ -392,6 +398,7 @@ def test_standbys_are_given_up_while_memory_is_short(launcher: Callable[..., Lau
     assert errors.count("memory is short") == 1
 
 
+@pytest.mark.deep
 def test_a_fork_that_fails_costs_neither_server_nor_run(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """Too many processes: the server lives on, and forks later."""
     (tmp_path / "einops.py").write_text(
@@ -410,6 +417,7 @@ def test_a_fork_that_fails_costs_neither_server_nor_run(launcher: Callable[..., 
     assert "died" not in errors
 
 
+@pytest.mark.deep
 def test_packages_are_imported_with_the_variables_that_the_script_sets(
     launcher: Callable[..., Launcher], tmp_path: Path
 ) -> None:
@@ -435,6 +443,7 @@ def test_packages_are_imported_with_the_variables_that_the_script_sets(
     assert cold == warm == [None, "/own", "/own"]
 
 
+@pytest.mark.deep
 def test_a_script_that_tells_nothing_is_read_for_its_imports(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """Nothing of it is run before a standby has its seat. Once a worker tells, other standbys are made."""
     (tmp_path / "torch.py").write_text("")
@@ -505,7 +514,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 def test_torch_in_a_standby_is_as_in_a_fresh_process(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """Imported ahead, seeded apart, OMP_NUM_THREADS obeyed, no CUDA; DataLoader workers forked and spawned."""

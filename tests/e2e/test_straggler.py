@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from tests.deep import deep
 from tests.e2e.launched import REPOSITORY, Launched
 from tests.waiting import until
 
@@ -78,7 +77,7 @@ def vitals(job: Launched) -> list[p.RankUse]:
     return list(msgspec.json.decode(done.stdout, type=p.JobVitals).ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 def test_the_slow_rank_and_its_phase_are_named(launch: Callable[..., Launched], tmp_path: Path) -> None:
     (tmp_path / "compute").touch()
@@ -196,7 +195,7 @@ def each_step_has_its_batch(folder: Path) -> None:
     assert len(set[int]().union(*steps.values())) == sum(map(len, steps.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 def test_a_slow_rank_gets_a_new_process(launch: Callable[..., Launched], tmp_path: Path) -> None:
     job = launch(POLICIES, "--nproc-per-node", "2", "--max-restarts", "0", DLROVER_HOOKS_ON_STRAGGLER="relaunch")
@@ -232,7 +231,7 @@ def test_the_node_of_a_slow_rank_is_excluded(node: Callable[..., Launched], tmp_
     each_step_has_its_batch(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(290)
 def test_a_spare_node_takes_the_place_of_an_excluded_one(node: Callable[..., Launched], tmp_path: Path) -> None:
     (tmp_path / "slow").write_text("none yet")
@@ -257,7 +256,7 @@ def test_a_spare_node_takes_the_place_of_an_excluded_one(node: Callable[..., Lau
     each_step_has_its_batch(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(290)
 def test_a_planned_job_gets_another_node_for_a_slow_one(launch: Callable[..., Launched], tmp_path: Path) -> None:
     """It needs both nodes, and its ranks have no micro-batches to give away."""
@@ -368,9 +367,9 @@ def samples_of_steps(batches: list[Batch]) -> dict[int, list[int]]:
     return {step: sorted(samples) for step, (_, samples) in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(290)
-@pytest.mark.parametrize("run", ["elastic_run(main)()", deep("main()")])
+@pytest.mark.parametrize("run", ["elastic_run(main)()", "main()"])
 def test_a_slow_rank_gets_fewer_micro_batches(launch: Callable[..., Launched], tmp_path: Path, run: str) -> None:
     """Each step trains on the samples that it has without a slow rank, and the weights are equal."""
     script, two = SHARED.replace("RUN", run), ("--nproc-per-node", "2", "--max-restarts", "0", "--standby", "0")

@@ -76,6 +76,7 @@ def test_a_script_says_that_its_job_runs_and_is_done(tmp_path: Path) -> None:
     assert end.startswith(f"{name} is done after ")
 
 
+@pytest.mark.deep
 def test_a_script_says_why_its_job_failed_and_what_followed_each_failure(tmp_path: Path) -> None:
     script = Submitter(tmp_path, "fail")
     code, said = script.ended()
@@ -84,6 +85,7 @@ def test_a_script_says_why_its_job_failed_and_what_followed_each_failure(tmp_pat
     assert "is started again (life 2)" in script.output()
 
 
+@pytest.mark.deep
 def test_ctrl_c_stops_the_job_without_a_traceback(tmp_path: Path) -> None:
     script = Submitter(tmp_path, "wait")
     script.begun()
@@ -99,6 +101,7 @@ def test_ctrl_c_stops_the_job_without_a_traceback(tmp_path: Path) -> None:
     assert not [one for one in children if one.is_running()]
 
 
+@pytest.mark.deep
 def test_a_status_that_no_master_answers_leaves_the_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_job, "_STATUS_S", 0.5)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -155,6 +155,7 @@ def test_the_master_is_told_that_memory_was_the_reason(
     assert "it was killed for want of memory" in caplog.text
 
 
+@pytest.mark.deep
 def test_planned_tasks_are_started_and_a_worker_gets_another_size_while_it_runs(
     processes: TaskProcesses, live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def hooks(master: LiveMaster, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.deep
 def test_what_tasks_use_is_reported_by_their_launcher_and_shown(
     processes: TaskProcesses, live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

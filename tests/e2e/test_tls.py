@@ -101,6 +101,7 @@ def test_no_trust_is_said_at_once(serving: Serving) -> None:
     nameless.close()
 
 
+@pytest.mark.deep
 def test_refused_files_of_the_master(serving: Serving, tmp_path: Path) -> None:
     """Row 7: exit code 78 and words, no traceback."""
     (tmp_path / "bad.pem").write_text("nonsense")

@@ -67,7 +67,7 @@ def run(tmp_path: Path, live_master: LiveMaster, job: str, monkeypatch: pytest.M
 
 
 @pytest.mark.requirement("DL-77", "DL-80", "DL-81", "DL-90", "ED-22", "ED-23", "ED-40", "ED-80", "EZ-13")
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_the_story_of_one_job(run: Torchruns, live_master: LiveMaster) -> None:
     """Two nodes meet; a worker dies, the master dies, a node dies, a node comes, the node of rank 0 dies: it trains on.

@@ -81,6 +81,7 @@ def test_each_rank_is_seen_with_its_process_tree(launch: Callable[..., Launched]
         client.call(p.NodeVitals(job.job, "agent", "here", node.cpu, node.memory, node.network))
 
 
+@pytest.mark.deep
 def test_both_nodes_are_shown_until_one_is_lost(launch: Callable[..., Launched], live_master: LiveMaster) -> None:
     """Each launcher reports its own. The workers have no hooks, so the ranks have the launchers' figures alone."""
 

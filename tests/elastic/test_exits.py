@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.elastic.crew import Crew, steps_of
 from tests.elastic.test_recovery import EPOCHS, STEPS
 
 Crews = Callable[..., Crew]
+pytestmark = pytest.mark.deep
 
 
 def test_exit_code_0_of_all_is_their_end(crew: Crews) -> None:

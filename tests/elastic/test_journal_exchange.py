@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dlrover_hooks.host.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,6 +16,7 @@ GROUPS = 100
 """gloo loses about one send in fifty of those whose connection is shut down just then."""
 
 
+@pytest.mark.deep
 def test_a_send_that_gloo_has_lost_is_not_waited_for() -> None:
     port, env = str(free_port()), os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.elastic.journal_exchange"]

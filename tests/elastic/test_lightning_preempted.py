@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from tests.elastic.crew import Crew
 
 WORKER = "tests.elastic.lightning_worker"
 STEPS, EPOCHS = 16, 4
 
 
+@pytest.mark.deep
 def test_the_signal_comes_between_two_lives_of_a_fit(crew: Callable[..., Crew]) -> None:
     """It recovers, leaves at the next step, saved, and the last one stays."""
     one = crew(1, 3, pace_s=0.03)

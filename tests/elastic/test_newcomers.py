@@ -14,6 +14,7 @@ from tests.elastic.crew import Crew
 
 STEPS, EPOCHS = 16, 4
 Crews = Callable[..., Crew]
+pytestmark = pytest.mark.deep
 
 
 def recovering(crew: Crews, place: str, life: int) -> Crew:
@@ -26,6 +27,7 @@ def recovering(crew: Crews, place: str, life: int) -> Crew:
     return one
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("place", "rounds"), [("left", 2), ("begin", 3), ("grouped", 3)])
 def test_a_newcomer_arrives_during_a_recovery(crew: Crews, place: str, rounds: int) -> None:
     """Before all survivors have joined it is in their next round; else in the one after, and each is entered once."""

@@ -17,6 +17,7 @@ from tests.elastic.crew import Crew
 
 STEPS, EPOCHS = 16, 4
 Crews = Callable[..., Crew]
+pytestmark = pytest.mark.deep
 
 
 def three(crew: Crews, low: int = 1, **trouble: Any) -> Crew:
@@ -115,6 +116,7 @@ def test_who_waits_for_a_replacement_does_not_wait_for_ever(crew: Crews) -> None
     assert one.events("exit")[0]["t"] - sent < 2.0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["accelerate", "fabric"])
 def test_all_of_one_node_leave_and_the_same_start_goes_on(crew: Crews, tmp_path: Path, kind: str) -> None:
     """One rank alone gets the signal. All save one step, durable, end with 75, and the next start is as undisturbed."""

@@ -45,6 +45,7 @@ assert not dist.is_initialized()
 """
 
 
+@pytest.mark.deep
 def test_a_collective_that_waits_for_a_hung_peer_is_cut() -> None:
     """Every group that was made, and at once; the group's timeout is half an hour."""
     ranks = started([sys.executable, "-c", PEER], 2)

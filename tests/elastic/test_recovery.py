@@ -205,7 +205,7 @@ def test_newcomers_are_let_in_at_a_quiet_point(crew: Crews) -> None:
     assert begun == before, "no step is lost for a newcomer"
 
 
-@pytest.mark.parametrize("kind", ["accelerate", "fabric"])
+@pytest.mark.parametrize("kind", ["accelerate", deep("fabric")])
 def test_accelerate_and_fabric_need_one_more_line(crew: Crews, kind: str) -> None:
     """Under `elastic_run`: Accelerate forgets rank and process group between two lives."""
     one = crew(1, 3, kind=kind, global_batch_size=12)
@@ -218,7 +218,7 @@ def test_accelerate_and_fabric_need_one_more_line(crew: Crews, kind: str) -> Non
     assert not any(row["alive"] for row in one.events("begin")), "the model of the round before takes memory"
 
 
-@pytest.mark.parametrize("kind", ["leased", "leased_fabric", "sharded"])
+@pytest.mark.parametrize("kind", [deep("leased"), deep("leased_fabric"), "sharded"])
 def test_what_survivors_cannot_put_together_is_said_before_a_fault(crew: Crews, kind: str) -> None:
     """The launcher asks the master which of them recover, and ends the others: so none of them may go on by itself."""
     one = crew(2, 2, kind=kind, save_every=1)

@@ -67,7 +67,7 @@ def test_lost_in_the_first_steps(crew: Crews, calm: str, place: str, step: int) 
     assert one.end() == calm
 
 
-@pytest.mark.parametrize("place", ["grouped", deep("fetched"), "stepped"])
+@pytest.mark.parametrize("place", [deep("grouped"), deep("fetched"), "stepped"])
 def test_a_replacement_dies_early(crew: Crews, calm: str, place: str) -> None:
     """Before anything is restored, in its first step, or behind that; and the next one, too."""
     one = crew(3, 3)
@@ -113,6 +113,7 @@ def test_what_a_node_has_itself_counts_more_than_what_it_told(crew: Crews) -> No
     as_if_left_alone(crew, 3, 0, ("fetched", 6), apart=True, draws=True)
 
 
+@pytest.mark.deep
 def test_on_nodes_of_their_own_two_are_lost_before_the_first_step(crew: Crews, calm: str) -> None:
     """What came from another node is noted, too: the next round begins from there again."""
     one = crew(3, 3)
@@ -165,7 +166,7 @@ def test_a_node_of_several_workers_is_lost(crew: Crews, sizes: tuple[int, int]) 
 
 @pytest.mark.parametrize(
     ("first_node", "second"),
-    [(False, "w1"), (True, "again"), deep(False, "w2"), deep(False, "again"), deep(True, "w1"), deep(True, "w2")],
+    [deep(False, "w1"), (True, "again"), deep(False, "w2"), deep(False, "again"), deep(True, "w1"), deep(True, "w2")],
 )
 def test_two_are_lost_before_the_first_step(crew: Crews, calm: str, first_node: bool, second: str) -> None:
     """The first with or without its node, then a survivor or what came in its place, with its node: what a life begins
@@ -212,6 +213,7 @@ def test_under_a_framework_a_whole_node_is_lost(crew: Crews, kind: str, victim: 
     as_if_left_alone(crew, 2, victim, ("fetched", 5), lost=True, kind=kind)
 
 
+@pytest.mark.deep
 def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:
     """Notes are of use in the memory of the keeper that is there, though nothing is saved in it yet."""
     one = crew(3, 3, pace_s=0.2)

@@ -59,6 +59,7 @@ def test_a_replaced_worker_makes_it_the_undisturbed_run(crew: Crews, place: tupl
     assert one.end() == calm.end()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("place", ["begin", "restored"])
 def test_lost_while_others_recover(crew: Crews, place: str) -> None:
     """Before the process group is made, and when all is restored but nothing trained."""
@@ -71,6 +72,7 @@ def test_lost_while_others_recover(crew: Crews, place: str) -> None:
     one.check(STEPS, EPOCHS)
 
 
+@pytest.mark.deep
 def test_lost_before_the_first_step(crew: Crews) -> None:
     """Nothing was saved: the Trainer begins at step 0, as if it had never trained, though its forward has counted."""
     calm = crew(2, 2, global_batch_size=12)
@@ -113,6 +115,7 @@ def test_a_users_error_is_raised_and_the_others_go_on(crew: Crews) -> None:
     one.check(STEPS, EPOCHS)
 
 
+@pytest.mark.deep
 def test_restart_leaves_it_to_the_launcher(crew: Crews) -> None:
     """`recover="restart"`: the survivor raises what its lost peer caused."""
     one = crew(1, 2, recover="restart")
@@ -123,7 +126,8 @@ def test_restart_leaves_it_to_the_launcher(crew: Crews) -> None:
     assert {row["life"] for row in one.events("begin")} <= {1}
 
 
-@pytest.mark.parametrize(("strategy", "step"), [("steps", 8), ("epoch", 8), deep("steps", 16), deep("epoch", 16)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("strategy", "step"), [("steps", 8), ("epoch", 8), ("steps", 16), ("epoch", 16)])
 def test_a_fault_in_an_evaluation_costs_no_step(crew: Crews, strategy: str, step: int) -> None:
     """At an epoch's end, and at that of the training: the evaluation is made again, of all its data."""
     one = crew(1, 3, evaluates=strategy)

@@ -201,6 +201,7 @@ def test_what_cannot_be_copied_is_written_within_the_step(
     run.accelerator.close()
 
 
+@pytest.mark.deep
 def test_ranks_make_one_folder(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     """Each writes its own random state; the folder appears once all have. Stock Accelerate reads it."""
     command = [sys.executable, "-m", "tests.integrations.accelerate_saves_trial", str(tmp_path / "saved"), job]

@@ -37,6 +37,7 @@ def whole(url: Path | str) -> list[int]:
     return [manifest.generation.step for manifest in generations.scan(str(url), None, None).manifests]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("world", [2, 3])
 def test_stock_dcp_reads_what_sharded_ranks_wrote_behind_the_step(tmp_path: Path, world: int) -> None:
     """FSDP2 over gloo, uneven shards; the parameters are spoilt as soon as `async_save` has returned."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
+from tests.deep import deep
 
 CASES = Path(__file__).with_name("ddp_cases.py")
 WARM = ("torch._dynamo", "torch.distributed.fsdp", "dlrover_hooks.pytorch.ddp_exactness")
@@ -35,7 +36,7 @@ def test_weighted_gradient_is_that_of_one_process(world: int) -> None:
             assert inexact > 1e-3  # unequal micro-batches in one rank: what `loss_scale` is for
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, deep(3)])
 def test_a_weighed_loss_gives_the_gradient_of_one_process(world: int) -> None:
     """Where gradients are averaged (FSDP2, DDP without our hook), and for means over tokens."""
     for found in run("scaled", world):

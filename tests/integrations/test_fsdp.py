@@ -64,7 +64,7 @@ def read_by_stock_tools(folder: Path, digests: dict[str, str]) -> None:
         assert found == {name: one for name, one in digests.items() if name in found}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_4_3_5_1(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     """FSDP2 at 4, 3 and 5 ranks out of memory, then a plain model out of storage; a reference run agrees."""
     calm = train(f"{job}-calm", "plain", 10)
@@ -83,7 +83,7 @@ def test_4_3_5_1(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     read_by_stock_tools(tmp_path, five["seen"]["8"])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_layouts_and_weights(job: str, live_master: LiveMaster) -> None:
     """DDP to HSDP, where files and images hold replicas, to DDP; then a run that begins with those weights alone."""
     ddp = life(2, live_master, job=job, kind="ddp", upto=2)
@@ -104,7 +104,7 @@ def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {f"model.{name}": digest(value) for name, value in tensors.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_lies_beside_the_model_and_what_is_exported(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     """Two ranks; two optimizers and a sharded moving average; then by stock tools, and at three ranks."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ENDING = """
 import importlib, sys, threading, time
 import torch
@@ -31,6 +33,7 @@ print("end")
 """
 
 
+@pytest.mark.deep
 def test_a_script_may_end_right_behind_its_last_collective(tmp_path: Path) -> None:
     """gloo's thread needs the interpreter once more: the end waits for that, or the process would abort."""
     ranks = [

@@ -23,6 +23,7 @@ def test_several_batches_in_one_execution(lives: Lives) -> None:
     assert alike(broken[-1], calm) == []
 
 
+@pytest.mark.deep
 def test_killed_it_resumes_from_storage_and_memory(lives: Lives, tmp_path: Path) -> None:
     """kill -9; the next process finds in the keeper what the last one has saved, or else in storage. Another model is
     refused before anything is changed.
@@ -39,6 +40,7 @@ def test_killed_it_resumes_from_storage_and_memory(lives: Lives, tmp_path: Path)
     assert again["model"] == life["model"]
 
 
+@pytest.mark.deep
 def test_mixed_precision_and_class_weights(lives: Lives, backend: str) -> None:
     """The loss scale is one of the optimizer's variables. No framework is imported beside what Keras imports."""
     given = {"policy": "mixed_float16", "class_weight": True}

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 @pytest.mark.parametrize(
     ("backend", "data", "which"),
     [
-        ("torch", "arrays", "every"),
+        deep("torch", "arrays", "every"),
         ("torch", "drawn", "every"),
         *(
             deep(backend, data, "every")

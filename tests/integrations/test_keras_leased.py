@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.deep import deep
 from tests.integrations.keras_lives import BACKENDS, SAMPLES, STEPS, Lives, alike
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
@@ -18,9 +17,8 @@ def each_once(life: dict[str, Any]) -> bool:
     return [sorted(ids[at : at + SAMPLES]) for at in range(0, len(ids), SAMPLES)] == [list(range(SAMPLES))] * 3
 
 
-@pytest.mark.parametrize(
-    ("backend", "every"), [("torch", 1), deep("jax", 4), deep("tensorflow", 4)], indirect=["backend"]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("backend", "every"), [("torch", 1), ("jax", 4), ("tensorflow", 4)], indirect=["backend"])
 def test_leased_samples_are_in_the_model_once_wherever_it_is_broken_off(lives: Lives, every: int) -> None:
     """The last time by a kill. The next batch is already fetched then. Its samples, and those since the cut, are lent
     out again. Leases of a fixed size give the same batches, so it is the undisturbed run, too.

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.keras_lives import WARM
 
@@ -64,7 +63,8 @@ def test_broken_off_at_the_same_world_size_it_is_the_undisturbed_run(life: Life,
         assert differ(one, calm[0]) == []
 
 
-@pytest.mark.parametrize("data", ["arrays", deep("numbered")])
+@pytest.mark.deep
+@pytest.mark.parametrize("data", ["arrays", "numbered"])
 def test_from_two_to_one_to_three_it_is_the_run_of_one(life: Life, data: str) -> None:
     """The same samples in each step, weighted equally also in the short last one; weights within 1e-6 (float32)."""
     (single,) = life(1, "single", plain=True, data=data)
@@ -78,7 +78,8 @@ def test_from_two_to_one_to_three_it_is_the_run_of_one(life: Life, data: str) ->
     assert [len(row) for row in single["trace"]] == [8, 8, 8, 8, 8, 5] * 3
 
 
-@pytest.mark.parametrize("world", [2, deep(3)])
+@pytest.mark.deep
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_without_samples_takes_part_with_weight_0(life: Life, world: int) -> None:
     """Batches of 11 of 45 samples: the last one of an epoch has one sample, which one of the ranks trains on. The same
     samples in each step, weighted equally, and the metrics of all.

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from tests.deep import deep
 from tests.integrations.test_lightning import Crash, Net, Numbers, exactly_once, fit, surviving
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,7 +57,7 @@ def test_the_sampler_goes_in_however_the_loader_comes(job: str, kind: str) -> No
     assert exactly_once(model.seen, epochs=1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, deep(2)])
 @pytest.mark.parametrize("options", [{}, {"reload_dataloaders_every_n_epochs": 1}])
 def test_worker_processes_and_reloaded_loaders_keep_the_place(
     job: str, workers: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture

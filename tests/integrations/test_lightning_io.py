@@ -163,6 +163,7 @@ def test_a_link_follows_an_earlier_one_that_is_pending(tmp_path: Path) -> None:
     assert not async_checkpoint_io._link_later(str(first), str(last)), "nothing is pending: Lightning links by itself"
 
 
+@pytest.mark.deep
 def test_a_killed_process_leaves_the_older_file_whole(tmp_path: Path) -> None:
     """Whatever the moment: the file is that of one save or of the other."""
     path = tmp_path / "last.ckpt"
@@ -293,6 +294,7 @@ TRIAL = [sys.executable, "-m", "tests.integrations.lightning_io_trial"]
 WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 
 
+@pytest.mark.deep
 def test_several_processes_write_one_file(tmp_path: Path) -> None:
     """Rank 0 writes, all ranks read and go on."""
     ranks = run([*TRIAL, str(tmp_path)], 2, timeout_s=200, warm=WARM)

@@ -316,6 +316,7 @@ open(sys.argv[1], "w").write(json.dumps([found, told]))
 """
 
 
+@pytest.mark.deep
 def test_lightning_finds_torchruns_environment_in_a_launched_worker(tmp_path: Path) -> None:
     """And measured: without TORCHELASTIC_RUN_ID it does not, and would start processes of its own."""
     script, out, root = tmp_path / "script.py", tmp_path / "out.json", Path(__file__).parents[2]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 
 TRIAL = (sys.executable, str(Path(__file__).with_name("resize_trial.py")))
@@ -20,8 +19,8 @@ Phases = tuple[tuple[int, int, int], ...]
 """World size, global batch, and the step at which it breaks off. An epoch has 4 steps of 12."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phases", [((3, 12, 6), (1, 8, -1)), deep(((1, 12, 1), (3, 12, 3), (2, 12, 6), (1, 8, -1)))])
+@pytest.mark.deep
+@pytest.mark.parametrize("phases", [((3, 12, 6), (1, 8, -1)), ((1, 12, 1), (3, 12, 3), (2, 12, 6), (1, 8, -1))])
 def test_every_sample_once_through_resizes_in_mid_epoch(job: str, live_master: LiveMaster, phases: Phases) -> None:
     said = [
         ranks.run([*TRIAL, job, str(size), str(crash)], world, live_master, timeout_s=200, warm=WARM)

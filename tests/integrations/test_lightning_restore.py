@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.deep import deep
 
 TRIAL = Path(__file__).with_name("restore_trial.py")
 WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("world", "accumulations", "places"),
-    [(1, "3", 8), deep(3, "2", 6), deep(1, "1,2,3", 40), deep(2, "1,2,3", 20), deep(3, "1,3", 15)],
+    [(1, "3", 8), (3, "2", 6), (1, "1,2,3", 40), (2, "1,2,3", 20), (3, "1,3", 15)],
 )
 def test_restore_from_every_step_is_bit_equal(
     world: int, accumulations: str, places: int, job: str, request: pytest.FixtureRequest

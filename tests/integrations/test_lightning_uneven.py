@@ -38,7 +38,7 @@ def job() -> Iterator[str]:
         yield name
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_resumed_from_two_to_three_ranks_it_is_the_single_run(job: str, live_master: LiveMaster) -> None:
     """Shares (3, 2), then (2, 2, 1). The script is the same everywhere; it counts in its own batches.
 

@@ -226,6 +226,7 @@ def test_two_ranks_killed_and_resumed_are_bit_equal(job: str, tmp_path: Path, li
     assert all(same(ours, theirs) for ours, theirs in zip(after, calm, strict=True))
 
 
+@pytest.mark.deep
 def test_two_ranks_shrink_to_one_and_see_every_id_once(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     """The global batch stays: one rank accumulates what two had shared."""
     given: dict[str, Any] = {"job": job, "ids": str(tmp_path / "ids")}
@@ -240,6 +241,7 @@ def test_two_ranks_shrink_to_one_and_see_every_id_once(job: str, tmp_path: Path,
     assert exactly_once(before, after[0]["first"], after[0]["seen"])
 
 
+@pytest.mark.deep
 def test_disabled_two_ranks_still_share_the_samples(job: str) -> None:
     """No seat, no cut; but the loader gives unequal shares of a short step, so DDP must know their weights."""
     given, environ = {"noise": False, "samples": 21}, {"DLROVER_HOOKS_DISABLE": "1"}

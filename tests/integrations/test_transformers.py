@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from dlrover_hooks.cli import main
 from tests import ranks
-from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.transformers_cases import (
     SAMPLES,
@@ -101,12 +100,12 @@ def scalars(trainer: Watched) -> list[tuple[Any, ...]]:
     return [tuple(map(row.get, names)) for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("case", "which"), [
     ("early stopping and the best model", "every"),
     ("a mean for each micro-batch", "some"),
     ("Seq2SeqTrainer", "some"),
-    *(deep(case, "every") for case in CASES if case != "early stopping and the best model"),
+    *((case, "every") for case in CASES if case != "early stopping and the best model"),
 ])  # fmt: skip
 def test_broken_off_in_any_step_it_is_the_undisturbed_run(case: str, which: str, tmp_path: Path, job: str) -> None:
     """Accumulation and epochs that are left: also in the adapter contract. LoRA and SFTTrainer: also by two processes,
@@ -138,7 +137,7 @@ def test_each_sample_is_trained_once_in_an_epoch(tmp_path: Path, job: str) -> No
     assert trainer.args.gradient_accumulation_steps == 3
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_mean_over_labels_is_the_same_at_any_world_size(tmp_path: Path, job: str, live_master: LiveMaster) -> None:
     """Four micro-batches for three processes: two of them repeat one, whose labels, tokens and loss do not count.
 
@@ -154,6 +153,7 @@ def test_a_mean_over_labels_is_the_same_at_any_world_size(tmp_path: Path, job: s
         assert max(abs(a - b) for a, b in zip(one["weights"], single["weights"], strict=True)) < 1e-7
 
 
+@pytest.mark.deep
 def test_stock_peft_reads_an_exported_lora(tmp_path: Path, job: str) -> None:
     """A checkpoint holds the frozen base, too."""
     from peft import PeftModel
@@ -176,9 +176,9 @@ def test_stock_peft_reads_an_exported_lora(tmp_path: Path, job: str) -> None:
     assert not torch.equal(expected(row).logits, adapted().eval()(row).logits)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["SFTTrainer with LoRA", *map(deep, ["SFTTrainer", "Seq2SeqTrainer"])])
+@pytest.mark.parametrize("case", ["SFTTrainer with LoRA", "SFTTrainer", "Seq2SeqTrainer"])
 def test_two_processes_broken_off_and_resumed(case: str, tmp_path: Path, job: str, live_master: LiveMaster) -> None:
     """DDP over gloo. A step has three micro-batches for two ranks: one of them repeats one, which counts nowhere."""
     script = str(ranks.ROOT / "tests/integrations/transformers_ranks.py")

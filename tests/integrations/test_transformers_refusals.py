@@ -85,6 +85,7 @@ def steps(trainer: Watched) -> list[int]:
     return [step for _, step, _ in trainer.seen]
 
 
+@pytest.mark.deep
 def test_a_checkpoint_of_trainers_own_is_taken_if_it_is_newer(
     tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
