@@ -34,7 +34,7 @@ RAY := tests/integrations/test_ray_*.py tests/contracts/test_job_backends.py tes
 STATIC := tests/test_architecture.py tests/test_requirements.py
 USUAL := not deep and not ray and not kubernetes
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
-SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The tests start some thousands of processes. Without .pyc files each compiles the package again: 3 s, not 0.6 s.
 unexport PYTHONDONTWRITEBYTECODE
@@ -67,6 +67,8 @@ endif
 test-deep: $(READY) $(KERAS_READY)  ## run the tests that make test has no time for (DEEP_PART=1/2 for a half)
 	$(PYTEST) $(SPREAD) -m "deep and not ray and not kubernetes" $(DEEP_PART:%=--deep-part %) tests
 
+# A node of Ray gives up after 30 s if others keep it from starting.
+test-ray: TEST_WORKERS = 2
 test-ray: $(READY)  ## run the tests on clusters of Ray
 	$(PYTEST) $(SPREAD) -m ray $(RAY)
 

@@ -27,8 +27,7 @@ SUITES = {
     name.lower(): [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
     for name, patterns in re.findall("^(KUBERNETES|RAY) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 }
-"""Where tests may have this marker: `make test-kubernetes` and `make test-ray` import no others, which takes a minute.
-"""
+"""Where tests may have this marker: `make test-kubernetes` and `make test-ray` import no other files."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -47,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: of several workers none is left with a long one when the others are done.
 
-    With --deep-part all deep tests of the other parts are deselected. The part of a test depends on its file alone.
+    With --deep-part all deep tests of the other parts are deselected.
 
     Raises pytest.UsageError for a test of a suite in a file that `make` does not collect for it.
     """
@@ -56,8 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker(suite) is not None and not any(map(item.path.is_relative_to, places)):
                 raise pytest.UsageError(f"{item.nodeid} is not in a file of {suite.upper()} in the Makefile")
     if (part := config.option.deep_part) is not None:
-        names = {one: one.path.relative_to(ROOT).as_posix() for one in items}
-        others = [one for one in items if one.get_closest_marker("deep") is not None and not part.has(names[one])]
+        here = {path for path in {one.path for one in items} if part.has(path.relative_to(ROOT).as_posix())}
+        others = [one for one in items if one.get_closest_marker("deep") is not None and one.path not in here]
         config.hook.pytest_deselected(items=others)
         items[:] = [one for one in items if one not in others]
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}

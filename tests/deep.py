@@ -1,4 +1,4 @@
-"""Marks what `make test` leaves to `make test-deep`: the cases of a matrix that repeat a proof, see CONTRIBUTING.md."""
+"""Marks the cases of a matrix that `make test` leaves to `make test-deep`, and divides the deep tests into parts."""
 
 from __future__ import annotations
 

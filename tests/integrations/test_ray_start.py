@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -65,7 +66,8 @@ class Machines:
 
     def close(self) -> None:
         for one in reversed(self.started):
-            os.killpg(one.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has failed
+                os.killpg(one.pid, signal.SIGKILL)
             one.wait()
 
 
