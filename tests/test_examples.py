@@ -147,7 +147,7 @@ def calm_and_struck(folder: Path, fault: str, workers: int, *script: str) -> lis
     return outputs
 
 
-@pytest.mark.deep  # a worker of this adapter is lost: also in tests/elastic/test_transformers_recovery.py
+@pytest.mark.deep  # tests/elastic/test_transformers_recovery.py loses a worker of this adapter
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("workers", "step"), [(1, 22), (2, 13)])
@@ -160,7 +160,7 @@ def test_the_transformers_example_ends_equal_after_a_kill(tmp_path: Path, worker
     assert losses[0] == losses[1]
 
 
-@pytest.mark.deep  # a worker of this adapter is killed: also in tests/integrations/test_keras.py
+@pytest.mark.deep  # tests/integrations/test_keras.py kills a worker of this adapter
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("workers", [1, 2])
