@@ -98,8 +98,8 @@ class ReplicationListener:
 
     def _answer(self, connection: socket.socket, address: str) -> None:
         try:
-            channel, node = admit(connection, address, self._secret(), self._node())
-            self._known(connection)
+            known = functools.partial(self._known, connection)
+            channel, node = admit(connection, address, self._secret(), self._node(), known)
             self._take(channel, node)
         except (HooksError, OSError) as error:
             _log.warning("%s", error.message if isinstance(error, HooksError) else error)

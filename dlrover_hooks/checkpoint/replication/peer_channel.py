@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -146,8 +147,12 @@ def _call(to: KeeperAddress, secret: Secret, node: str) -> Channel:
     return channel
 
 
-def admit(connection: socket.socket, address: str, secret: Secret, node: str) -> tuple[Channel, str]:
+def admit(
+    connection: socket.socket, address: str, secret: Secret, node: str, proven: Callable[[], None]
+) -> tuple[Channel, str]:
     """Authenticate a caller, and ourselves to it; returns the connection and the caller's node.
+
+    `proven` is called once the caller has proven that it has the secret, and before it receives the answer.
 
     Raises:
         NotAdmitted: it does not have the secret. It received nothing but the node's name and a nonce.
@@ -164,6 +169,7 @@ def admit(connection: socket.socket, address: str, secret: Secret, node: str) ->
     if not r.proves(secret, "caller", knock, challenge, proof):
         channel.send(r.Refuse("that is not the secret of this run"), GREET_S)
         raise NotAdmitted(f"{channel.who} does not know the secret of this run")
+    proven()
     channel.send(r.AuthProof(r.mac(secret, "keeper", knock, challenge)), GREET_S)
     channel.who, channel.limit = f"the keeper of node {knock.node} at {address}", r.MAX_BYTES
     return channel, knock.node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import queue
+import select
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from dlrover_hooks.checkpoint.memory.keeper_segments import Found
 from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.checkpoint.replication import replica_protocol as r, sender
 from dlrover_hooks.checkpoint.replication.listener import ReplicationListener
-from dlrover_hooks.checkpoint.replication.peer_channel import Channel, call
+from dlrover_hooks.checkpoint.replication.peer_channel import Channel, admit, call
 from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Secret
 from tests.descriptors import no_descriptor_left
@@ -144,6 +145,30 @@ def test_who_proves_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) ->
         for channel in (second, first):
             channel.send(get)
             assert channel.receive(r.Get) == get
+
+
+def test_a_caller_is_known_before_it_is_answered() -> None:
+    """A caller that has its answer is no stranger any more, so that no later connection takes its place."""
+    answered, known = list[bool](), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+
+    def proven() -> None:
+        answered.append(bool(select.select([caller], [], [], 0.0)[0]))
+        known.set()
+
+    with contextlib.closing(accepted), contextlib.closing(Channel(caller, "this keeper")) as channel:
+        admitting = threading.Thread(target=admit, args=(accepted, "127.0.0.1", SECRET, "b", proven))
+        admitting.start()
+        channel.send(KNOCK)
+        challenge = channel.receive(r.Challenge)
+        assert not known.is_set()
+        channel.send(r.AuthProof(r.mac(SECRET, "caller", KNOCK, challenge)))
+        assert known.wait(30.0)
+        assert answered == [False]
+        assert r.proves(SECRET, "keeper", KNOCK, challenge, channel.receive(r.AuthProof))
+        admitting.join(30.0)
 
 
 def test_callers_are_counted_once_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -17,8 +18,11 @@ FEW, MANY = 40, 400
 
 
 def calls_of(work: Callable[[], Any]) -> int:
-    """How many functions were called; a generator counts once for each value."""
-    seen = 0
+    """How many functions were called; a generator counts once for each value.
+
+    No garbage is collected meanwhile: the finalizers of what earlier tests have left would count, too.
+    """
+    seen, collects = 0, gc.isenabled()
 
     def count(frame: FrameType, event: str, arg: Any) -> None:
         nonlocal seen
@@ -26,11 +30,14 @@ def calls_of(work: Callable[[], Any]) -> int:
         seen += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()
     sys.setprofile(count)
     try:
         work()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return seen
 
 
