@@ -145,6 +145,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python $(INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(BIN)/python $(COMPILE) .venv/lib || true
 	@touch $@
+	@echo "ready: . .venv/bin/activate"
 
 # Keras' other backends, without torch: what the tests there import must be theirs.
 $(KERAS_READY): pyproject.toml constraints.txt

@@ -64,12 +64,9 @@ class StepDriver:
         self.restored: Restored | None = None
         """What this start resumed; None for a fresh start."""
         self._recovery: StepRecovery | None = None
-        self._end = weakref.finalize(adapter, self.session.leave, p.Departure.FAILED)
-
-    @property
-    def alive(self) -> bool:
+        self.alive = True
         """False once `close` was called."""
-        return self._end.alive
+        self._end = weakref.finalize(adapter, self.session.leave, p.Departure.FAILED)
 
     def start(self, fitting: Fitting | None = None, check: Callable[[Any], object] = lambda _: None) -> Restored | None:
         """Join, and load what the master chose; arguments, result and errors are those of `Session.restore_plan`.
@@ -117,7 +114,8 @@ class StepDriver:
             self._recovery.boundary(step, step_ends=step_ends)
         if due:
             self.session.cut(step, state())
-        self.session.clock.saved()
+        if due or self._recovery is not None:
+            self.session.clock.saved()
 
     def finish(self, step: int, state: Any) -> None:
         """Training ended at `step`: make it durable. `close` with DONE follows, also when this raises."""
@@ -128,6 +126,7 @@ class StepDriver:
 
         Within `elastic_run` FAILED keeps the rank assignment: `elastic_run` decides what to do about the failure.
         """
+        self.alive = False
         if self._end.detach() is None:
             return
         if self._recovery is not None:

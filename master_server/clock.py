@@ -35,12 +35,14 @@ class Uptime:
 
     def seconds(self) -> float:
         """Seconds counted since the start; never decreases."""
-        at = self._monotonic()
-        last = min(self._seen + self.most_s, max(self._seen, self._commit_began + self.most_s))
-        counted = min(at, last) - self._seen
-        self._missed_s += at - self._seen - counted
-        self._seconds += counted
-        self._seen = at
+        at, seen = self._monotonic(), self._seen
+        if at > min(seen, self._commit_began) + self.most_s:
+            last = min(seen + self.most_s, max(seen, self._commit_began + self.most_s))
+            self._missed_s += at - last
+            at, self._seen = last, at
+        else:  # several times in each request
+            self._seen = at
+        self._seconds += at - seen
         return self._seconds
 
     def missed_s(self) -> float:

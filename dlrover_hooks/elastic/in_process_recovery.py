@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import re
 import sys
 import time
 import traceback
@@ -35,6 +36,7 @@ from dlrover_hooks.worker import surviving_process as regroup
 from dlrover_hooks.worker.surviving_process import Membership
 
 log = logging.getLogger("dlrover_hooks")
+_SOURCE_LINE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -338,7 +340,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    """Type and first sentence, without the place in gloo's or torch's sources."""
+    first_line = _SOURCE_LINE.sub("", str(error).partition("\n")[0])
+    return ": ".join(filter(None, (type(error).__name__, first_line.partition(". ")[0][:200])))
 
 
 def _clear(error: BaseException) -> None:

@@ -90,11 +90,12 @@ class Launcher:
     def run(self) -> int:
         """Run until the job is over; the exit code."""
         code = self._run()
+        command = again(sys.argv[1:], self.job)
         if self._failures:
-            story = FailureSummary(self.job, code, self._failures, again(sys.argv[1:], self.job))
+            story = FailureSummary(self.job, code, self._failures, command)
             sys.stderr.write(screen(story, colour=sys.stderr.isatty()))
         if self._signal is not None:
-            log.info("%s", farewell(self.job, self._seen))
+            log.info("%s", farewell(self.job, self._seen, command))
         return last_code(code, self._slurm, wanted=self.options.requeue)
 
     def _run(self) -> int:

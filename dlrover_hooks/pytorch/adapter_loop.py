@@ -235,8 +235,8 @@ class TrainingLoop:
         self.window.optimizers.append(optimizer)
         exact_optimizer_states([optimizer] if saved else [], saved)
         if index == 0:
-            self._undo.append(optimizer.register_step_pre_hook(lambda *_: self.session.clock.optimizing()).remove)
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
+            self._undo.append(optimizer.register_step_pre_hook(self.session.clock.optimizing).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._stepped).remove)
 
     def add_own_loader(self, loader: StatefulLoader) -> None:
         """A training loader with its own state, which is read when the optimizer steps."""
@@ -378,7 +378,8 @@ class TrainingLoop:
             self._asked = False
             self.boundary()
 
-    def _stepped(self) -> None:
+    def _stepped(self, *_: object) -> None:
+        """The first optimizer's post-hook."""
         self.step += 1
         if self.left_out and not self.window.loaders and not self.has("loader"):
             log.warning("%s; its place in the data is in no checkpoint", self.left_out)

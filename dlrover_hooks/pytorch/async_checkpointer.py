@@ -235,7 +235,7 @@ class AsyncCheckpointer:
             driver.begin(AdapterRecovery(session, models, [self._optimizer], self._extra_state, self._state, ends))
 
     def _time_phases(self, clock: StepClock) -> None:
-        self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: clock.optimizing()))
+        self._hooks.append(self._optimizer.register_step_pre_hook(clock.optimizing))
         if self._ddp is not None and (hook := on_backward_end(self._ddp, clock.backward_ended)) is not None:
             self._hooks.append(hook)
         for loader in self._loaders:

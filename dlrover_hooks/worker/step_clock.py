@@ -98,8 +98,8 @@ class StepClock:
         self._last = now
         self._ends += 1
 
-    def optimizing(self) -> None:
-        """The optimizer begins its step: all gradients are reduced."""
+    def optimizing(self, *_: object) -> None:
+        """The optimizer begins its step: all gradients are reduced. May be its pre-hook; ignores the arguments."""
         now = self._now()
         self._seconds[_Part.NETWORK if self._ends else _Part.COMPUTE] += now - self._last
         self._last = now

@@ -17,6 +17,8 @@ from dlrover_hooks.integrations.keras import ElasticCallback
 from tests.benchmarks import turns
 
 BATCH, WIDTH = 64, 32
+SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768)
+"""Widths of the four hidden layers."""
 
 
 class _Tells(keras.callbacks.Callback):
@@ -32,12 +34,12 @@ def measured(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
     """See `turns.measured`."""
     torch.set_num_threads(1)
     logging.getLogger("dlrover_hooks").setLevel(logging.ERROR)
-    conditions, figures = turns.measured("keras", rounds, _train)
+    conditions, figures = turns.measured("keras", rounds, _train, SIZES)
     return {"keras_version": keras.__version__, **conditions}, figures
 
 
-def _train(clock: turns.Clock, steps: int, hook: bool) -> None:
-    layers = [keras.layers.Dense(256, activation="relu") for _ in range(4)]
+def _train(clock: turns.Clock, steps: int, hook: bool, size: int) -> None:
+    layers = [keras.layers.Dense(size, activation="relu") for _ in range(4)]
     model: Any = keras.Sequential([keras.layers.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(1e-3), "mean_squared_error")
     x = np.random.default_rng(0).normal(size=(BATCH * steps, WIDTH)).astype(np.float32)

@@ -21,6 +21,9 @@ from transformers import (
 from dlrover_hooks.integrations.transformers import elastic_trainer
 from tests.benchmarks import turns
 
+SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
+"""Widths of the model."""
+
 
 class _Tells(TrainerCallback):
     def __init__(self, clock: turns.Clock) -> None:
@@ -34,12 +37,14 @@ def measured(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
     """See `turns.measured`."""
     torch.set_num_threads(1)
     logging.getLogger("dlrover_hooks").setLevel(logging.ERROR)
-    conditions, figures = turns.measured("transformers", rounds, _train)
+    conditions, figures = turns.measured("transformers", rounds, _train, SIZES)
     return {"transformers_version": transformers.__version__, **conditions}, figures
 
 
-def _train(clock: turns.Clock, steps: int, hook: bool) -> None:
-    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=48, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+def _train(clock: turns.Clock, steps: int, hook: bool, size: int) -> None:
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=size, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     rows = torch.randint(256, (8 * steps, 32))
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(

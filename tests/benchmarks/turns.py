@@ -6,7 +6,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dlrover_hooks.session import Session
@@ -17,6 +17,8 @@ WARM, STEPS = 60, 240
 """Steps of each way in a round: not measured, as first steps are slow and saved more often, and measured."""
 TURN_S = 120.0
 """Timeout of one turn."""
+STEP_S = 5e-3
+"""CPU time of a step without the hook, about. Machines differ by a factor of three: each trains a model of its size."""
 
 
 class _Turns:
@@ -67,11 +69,11 @@ class Clock:
         self._begun = time.thread_time(), time.perf_counter()
 
 
-Train = Callable[[Clock, int, bool], object]
-"""Makes so many steps, with the hook or without it."""
+Train = Callable[[Clock, int, bool, int], object]
+"""Makes so many steps, with the hook or without it, of a model of this size."""
 
 
-def measured(name: str, rounds: int, train: Train) -> tuple[dict[str, Any], dict[str, float]]:
+def measured(name: str, rounds: int, train: Train, sizes: Sequence[int]) -> tuple[dict[str, Any], dict[str, float]]:
     """The conditions, and the cost of the hook in per cent of the CPU time of a step without it: the median round.
 
     Each way has a thread of its own, as the main thread's memory is managed otherwise. Both run on one processor, as
@@ -82,15 +84,17 @@ def measured(name: str, rounds: int, train: Train) -> tuple[dict[str, Any], dict
         name: of the framework, for the names of the figures.
         rounds: of `STEPS` steps of each way.
         train: called on two threads.
+        sizes: of models, ascending. The one whose step is nearest to `STEP_S` is measured.
     """
-    pairs = list[tuple[Clock, Clock]]()
+    size, pairs = _fitting(train, sizes), list[tuple[Clock, Clock]]()
     for number in range(rounds):
-        clocks = _both(train, number % 2)
-        pairs.append((clocks[1 - number % 2], clocks[number % 2]))
+        one, other = _trained(train, size, [number % 2 == 0, number % 2 == 1])
+        pairs.append((other, one) if number % 2 == 0 else (one, other))
     each = [100 * (hook.cpu_s / plain.cpu_s - 1) for plain, hook in pairs]
     step_s = statistics.median(plain.cpu_s for plain, _ in pairs)
     conditions = {
         f"{name}_rounds": rounds,
+        f"{name}_model_size": size,
         f"{name}_step_ms": step_s * 1e3,
         f"{name}_step_wall_ms": statistics.median(plain.wall_s for plain, _ in pairs) * 1e3,
         f"{name}_hook_step_wall_ms": statistics.median(hook.wall_s for _, hook in pairs) * 1e3,
@@ -100,21 +104,34 @@ def measured(name: str, rounds: int, train: Train) -> tuple[dict[str, Any], dict
     return conditions, {f"callback_overhead_pct_{name}": statistics.median(each)}
 
 
-def _both(train: Train, hooked: int) -> tuple[Clock, Clock]:
-    """The clocks of the two threads. `hooked`: which of them trains with the hook."""
+def _fitting(train: Train, sizes: Sequence[int]) -> int:
+    """See `measured`."""
+    found = dict[int, float]()
+    for size in sizes:
+        (clock,) = _trained(train, size, [False])
+        found[size] = abs(clock.cpu_s - STEP_S)
+        if clock.cpu_s > STEP_S:
+            break
+    return min(found, key=found.__getitem__)
+
+
+def _trained(train: Train, size: int, hooks: Sequence[bool]) -> list[Clock]:
+    """The clocks of trainings with the hook or without it, one or two, each on a thread of its own."""
     turns, failures = _Turns(), list[BaseException]()
-    clocks = Clock(turns, 0), Clock(turns, 1)
+    clocks = [Clock(turns, mine) for mine in range(len(hooks))]
+    if len(hooks) == 1:
+        turns.end()
 
     def one(mine: int) -> None:
         try:
             turns.wait(mine)
-            train(clocks[mine], WARM + STEPS, mine == hooked)
+            train(clocks[mine], WARM + STEPS, hooks[mine], size)
         except BaseException as error:
             failures.append(error)
         finally:
             turns.end()
 
-    threads = [threading.Thread(target=one, args=(mine,)) for mine in (0, 1)]
+    threads = [threading.Thread(target=one, args=(mine,)) for mine in range(len(hooks))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,8 +1,10 @@
 """What the launcher makes of the end of a worker, of a signal, and of what an earlier launch left."""
 
 import re
+import shlex
 import signal
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
@@ -193,10 +195,10 @@ def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: str, 
     run.process.send_signal(signal.SIGINT)
     code, errors = run.end()
     assert code == 130
-    again = f"start again with: dlrover-hooks run --job {run.job} ..."
+    again = f"start again with: {shlex.join(['dlrover-hooks', *cast(list[str], run.process.args)[3:]])}"
     last = errors.splitlines()[-1]
     assert what in last, errors
-    assert last.endswith(again)
+    assert last.endswith(again), errors
 
 
 @pytest.mark.deep

@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import uuid
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -57,7 +59,8 @@ def test_interrupted_resumed_and_finished(tmp_path: Path) -> None:
     assert first.returncode == 130, output
     latest = json.loads((tmp_path / "saved" / "latest.json").read_text())
     step, saved = latest["generation"]["step"], tmp_path / "saved"
-    said = f"saved step {step} at {saved}; start again with: dlrover-hooks run --job {job} ..."
+    again = shlex.join(["dlrover-hooks", *cast(list[str], first.args)[3:]])
+    said = f"saved step {step} at {saved}; start again with: {again}"
     assert output.splitlines()[-1].endswith(said), output
     second = launch(tmp_path, job, "second")
     output, _ = second.communicate(timeout=200)

@@ -265,9 +265,11 @@ def finished_before(step: int | None) -> str:
     return f"training was finished at step {step or 0}; the script failed afterwards"
 
 
-def farewell(job: str, view: JobView | None) -> str:
-    """What was saved of a run that a signal ended, and how to resume. Call it after the keeper has ended."""
-    again = f"start again with: dlrover-hooks run --job {job} ..."
+def farewell(job: str, view: JobView | None, command: str) -> str:
+    """What was saved of a run that a signal ended, and the `command` that resumes it. Call it after the keeper has
+    ended.
+    """
+    again = f"start again with: {command}"
     if view is None:
         return f"what was saved is not known: the master gave no answer; {again}"
     if view.finished:

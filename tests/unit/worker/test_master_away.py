@@ -135,5 +135,5 @@ def test_a_master_that_should_run_already_is_not_waited_for_longer(monkeypatch: 
 def test_why_nothing_was_saved(attached: bool, said: str) -> None:
     """Only a worker that has begun has told what its `save_to` is."""
     one = p.MemberView(incarnation="w0", node="n", rank=0, local_rank=0, attached=attached, alive=True)
-    told = farewell("job", msgspec.structs.replace(VIEW, members=(one,)))
+    told = farewell("job", msgspec.structs.replace(VIEW, members=(one,)), "dlrover-hooks run train.py")
     assert told.startswith(f"nothing was saved: {said}")
