@@ -178,17 +178,14 @@ class Preemption:
         Repeated calls for the same step, within the step that follows it, return the same answer.
         """
         if self._answered is None or step > self._answered[0]:
-            self._answered = step, self._leaves_at(step, caller)
+            while (passage := self.gate.at(step)) is Passage.ASK:
+                if time.monotonic() > self._agree_by:
+                    self._give_up()
+                else:
+                    self._ask(caller)
+            unheard = self.mine and self.overdue and not self._held
+            self._answered = step, passage is Passage.LEAVE or self.alone or unheard
         return self._answered == (step, True)
-
-    def _leaves_at(self, step: int, caller: Caller) -> bool:
-        while (passage := self.gate.at(step)) is Passage.ASK:
-            if time.monotonic() > self._agree_by:
-                self._give_up()
-            else:
-                self._ask(caller)
-        unheard = self.mine and self.overdue and not self._held
-        return passage is Passage.LEAVE or self.alone or unheard
 
     def stay(self) -> None:
         """This rank was to leave, but stays: no further promise in this round."""

@@ -37,8 +37,17 @@ class BatchWeights(Protocol):
         """`batches` for the count of labels."""
         ...
 
-    def micro_batch(self, inside: bool) -> None:
-        """The training step of the next micro-batch begins (True), or ends (False)."""
+    inside: bool
+    """True in the training step of a micro-batch; False where a loss is computed for something else."""
+    ghost: bool
+    """True if the current micro-batch only repeats one."""
+
+    def micro_batch(self) -> None:
+        """The training step of the next micro-batch begins."""
+        ...
+
+    def repeated(self) -> contextlib.AbstractContextManager[object]:
+        """What holds in the training step of a micro-batch that only repeats one."""
         ...
 
     def weighed(self, loss: Any, counted: Any) -> Any:
@@ -46,7 +55,7 @@ class BatchWeights(Protocol):
         ...
 
     def tokens(self, inputs: Any) -> Any:
-        """The inputs whose tokens are counted."""
+        """The inputs of a micro-batch that only repeats one, for the count of tokens."""
         ...
 
 
@@ -143,11 +152,14 @@ class _ElasticLoop(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (weights := self.elastic.weights) is None:
             return super().training_step(*args, **kwargs)
-        weights.micro_batch(True)
+        weights.micro_batch()
         try:
-            return super().training_step(*args, **kwargs)
+            if not weights.ghost:
+                return super().training_step(*args, **kwargs)
+            with weights.repeated():
+                return super().training_step(*args, **kwargs)
         finally:
-            weights.micro_batch(False)
+            weights.inside = False
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
@@ -166,7 +178,7 @@ class _ElasticLoop(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if (weights := self.elastic.weights) is not None:
+        if (weights := self.elastic.weights) is not None and weights.ghost:
             inputs = weights.tokens(inputs)
         super()._track_num_input_tokens(inputs)
 
@@ -215,17 +227,15 @@ def plain_loader(trainer: Trainer, make: Callable[[], Any]) -> Any:
         del accelerator.prepare
 
 
-def micro_batches(trainer: Trainer) -> int:
-    """Micro-batches of this step on this process."""
-    return trainer.current_gradient_accumulation_steps
-
-
-def loss_is_of_step(trainer: Trainer, counted: Any) -> bool:
-    """True if the loss is one over all labels of the step, so that `training_step` does not divide it."""
+def loss_divisor(trainer: Trainer, counted: Any) -> int:
+    """By how much `training_step` divides the loss: the number of micro-batches of this step on this process; 0 if it
+    does not, because the loss is one over all labels of the step.
+    """
     here: Any = trainer
-    if here.loss_is_scaled_for_ga is not None:
-        return here.loss_is_scaled_for_ga
-    return (here.model_accepts_loss_kwargs and counted is not None) or here.compute_loss_func is not None
+    of_step = here.loss_is_scaled_for_ga
+    if of_step is None:
+        of_step = (here.model_accepts_loss_kwargs and counted is not None) or here.compute_loss_func is not None
+    return 0 if of_step else here.current_gradient_accumulation_steps
 
 
 def loss_counters(trainer: Trainer) -> dict[str, Any]:

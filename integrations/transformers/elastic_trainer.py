@@ -278,9 +278,9 @@ class ElasticTraining:
 
     def pauses(self) -> None:
         """Take a step snapshot: evaluation and saves have collectives, in which a worker may be lost."""
-        loop, step = self._joined, self._trainer.state.global_step
+        loop, step = self.loop, self._trainer.state.global_step
         over, self._paused = self._paused == step, step
-        if loop.recovery is None or (due := self._part.due(self._epoch, over=over)) is None:
+        if loop is None or loop.recovery is None or (due := self._part.due(self._epoch, over=over)) is None:
             return
         loop.validates(lambda extra: {**extra, "parts": extra["parts"] | {"trainer": [_with_due(extra, due)]}})
 

@@ -31,9 +31,8 @@ class StepWeights:
         self._number = -1
         self.ghost = False
         """True if the current micro-batch only repeats one, so that ranks do not differ in their number of batches."""
-        self._inside = self._fetched = False
-        self._repeat = contextlib.ExitStack()
-        """What holds while a micro-batch is repeated."""
+        self.inside = self._fetched = False
+        """`inside`: in the training step of a micro-batch. Losses of anything else are not weighed."""
 
     def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one step."""
@@ -50,27 +49,24 @@ class StepWeights:
             self._full_scale = mean_scale(self._loader)
         return self._full_scale
 
-    def micro_batch(self, inside: bool) -> None:
-        """The training step of the next micro-batch begins (True), or ends (False)."""
-        self._inside = inside
-        if inside:
-            self._number += 1
-            self.ghost = self._scales[self._number] == 0.0
-        if not self.ghost:
-            return
-        if inside:
-            self._repeat.enter_context(private.uncounted(self._trainer))
-        else:
-            self._repeat.close()
+    def micro_batch(self) -> None:
+        """The training step of the next micro-batch begins."""
+        self.inside = True
+        self._number += 1
+        self.ghost = self._scales[self._number] == 0.0
+
+    def repeated(self) -> contextlib.AbstractContextManager[object]:
+        """What holds in the training step of a micro-batch that only repeats one."""
+        return private.uncounted(self._trainer)
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""
-        if not self._inside:
+        if not self.inside:
             return loss
-        if private.loss_is_of_step(self._trainer, counted):
-            factor = 0.0 if self.ghost else 1.0
+        if divisor := private.loss_divisor(self._trainer, counted):
+            factor = self._scales[self._number] * divisor
         else:
-            factor = self._scales[self._number] * private.micro_batches(self._trainer)
+            factor = 0.0 if self.ghost else 1.0
         return loss if math.isclose(factor, 1.0, rel_tol=1e-12) else loss * factor
 
     def counted(self, batches: list[Any]) -> list[Any]:
@@ -84,9 +80,7 @@ class StepWeights:
         ]
 
     def tokens(self, inputs: Any) -> Any:
-        """`inputs` for the count of tokens."""
-        if not self.ghost:
-            return inputs
+        """The inputs of a micro-batch that only repeats one, for the count of tokens: none of its rows."""
         return {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 

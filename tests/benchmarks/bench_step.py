@@ -91,14 +91,24 @@ class World:
     def end(self) -> None:
         """Let the training end as it should. Raises RuntimeError with the log if it does not."""
         self._tell(0)
-        if self._process.wait(TURN_S):
+        try:
+            code = self._process.wait(TURN_S)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"it does not end: {self._said()}") from error
+        if code:
             raise RuntimeError(self._said())
 
     def close(self) -> None:
         """End whatever still runs."""
         if self._process.poll() is None:
             self._process.terminate()
-            self._process.wait(TURN_S)
+            for line in self._lines.values():
+                line.close()  # a worker that waits for its turn ends
+            try:
+                self._process.wait(TURN_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._listener.close()
         self._log.close()
 

@@ -133,9 +133,8 @@ def test_the_private_attributes_are_there(tmp_path: Path, job: str) -> None:
     assert set(counters) == {"loss", "logged", "flos"}
     private.set_loss_counters(trainer, counters | {"loss": torch.tensor(2.0)})
     assert private.loss_counters(trainer)["loss"] == 2.0
-    assert private.micro_batches(trainer) == 1
-    assert private.loss_is_of_step(trainer, torch.tensor(3))
-    assert not private.loss_is_of_step(trainer, None)
+    assert private.loss_divisor(trainer, torch.tensor(3)) == 0
+    assert private.loss_divisor(trainer, None) == 1
     (stopping,) = private.stateful_callbacks(trainer)
     stopping.early_stopping_patience_counter = 5
     private.refresh_callback_states(trainer)

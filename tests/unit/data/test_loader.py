@@ -469,6 +469,47 @@ def test_batches_are_fetched_at_once(kind: type[Table], workers: int) -> None:
     assert loader.sampler.cursor == 11
 
 
+class Rows(Dataset[torch.Tensor]):
+    """Takes one id, or an array of them."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.as_tensor(index) * 10
+
+
+class RowsAtOnce(Rows):
+    def __getitems__(self, ids: Any) -> Any:
+        return [torch.as_tensor(index) * 10 for index in ids]
+
+
+class OwnIterator(DataLoader[Any]):
+    made = 0
+
+    def __iter__(self) -> Any:
+        OwnIterator.made += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [Rows, RowsAtOnce])
+@pytest.mark.parametrize("batched", [False, True])
+def test_batches_without_workers_are_those_of_a_loaders_iterator(kind: type[Rows], batched: bool) -> None:
+    """They are fetched without it; a subclass with an iterator of its own keeps it."""
+
+    def batches(loader: type[DataLoader[Any]]) -> list[torch.Tensor]:
+        data = kind()
+        sampler = ElasticSampler(data, batch_size=4, seed=1, yield_batches=batched)
+        options: dict[str, Any] = {"batch_size": None if batched else 4}
+        return list(elastic_loader(loader(data, sampler=sampler, **options)))
+
+    before = OwnIterator.made
+    ours, theirs = batches(DataLoader), batches(OwnIterator)
+    assert OwnIterator.made > before
+    assert sorted(int(row) for batch in ours for row in batch) == [10 * row for row in range(11)]
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
+
+
 def test_batches_twice_are_refused() -> None:
     sampler = ElasticSampler(8, batch_size=2, yield_batches=True)
     for loader, word in (
