@@ -187,6 +187,8 @@ def lightning(turns: Turns, *, hooked: bool) -> None:
         callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Net(), DataLoader(data(), batch_size=16, shuffle=True))
+    if torch.distributed.is_initialized():  # without it the process may abort in a thread of gloo's at its exit
+        torch.distributed.destroy_process_group()
 
 
 ARMS: dict[str, Callable[[Turns], None]] = {

@@ -52,3 +52,26 @@ def lives_of(backend: str, job: str, folder: Path) -> Lives:
 def alike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of what differs."""
     return [name for name in EXACT if one[name] != other[name]]
+
+
+CRASHES = {
+    "every": range(2, STEPS + 1),
+    "even": range(2, STEPS + 1, 2),
+    "odd": range(3, STEPS + 1, 2),
+}
+"""The steps in which a life ends; the next one resumes the step before it."""
+
+
+def check_every_step(lives: Lives, data: str, which: str) -> None:
+    """Raises AssertionError unless a run that ends in each step of `CRASHES[which]` is the undisturbed one."""
+    given = {"data": data, "batches": 6 if data == "tf.filtered" else None}
+    crashes = CRASHES[which]
+    calm, *broken = lives("broken", [*crashes, None], calm=True, **given)
+    assert calm["epochs"] == [0, 1, 2]
+    assert [life["restored"] for life in broken] == [None, *(crash - 1 for crash in crashes)]
+    assert all(life["crashed"] for life in broken[:-1])
+    assert alike(broken[-1], calm) == []
+    rows = calm["trace"]
+    epochs = [[one for row in rows[at : at + 6] for one in row] for at in (0, 6, 12)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 3
+    assert epochs[0] != epochs[1]

@@ -1,6 +1,6 @@
 """Keras: executions of several batches, kills, mixed precision, and what is refused.
 
-That `fit` can be broken off behind any step is in test_keras_every_step.py.
+That `fit` can be broken off behind any step is in test_keras_every_step*.py.
 """
 
 from __future__ import annotations
