@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import ranks
 from tests.deep import deep
 from tests.warm import warm
@@ -60,6 +62,17 @@ CRASHES = {
     "odd": range(3, STEPS + 1, 2),
 }
 """The steps in which a life ends; the next one resumes the step before it."""
+
+
+def every_step_on(backend: str, *datasets: str) -> pytest.MarkDecorator:
+    """Cases of `check_every_step` with `datasets` and `tf.data` on a backend of the other environment.
+
+    With `tf.data` in two tests, one of the even steps and one of the odd ones: a life takes up to 14 s on a busy
+    machine.
+    """
+    whole = [(backend, data, "every") for data in datasets]
+    halves = [(backend, data, which) for data in ("tf", "tf.filtered", "tf.global") for which in ("even", "odd")]
+    return pytest.mark.parametrize(("backend", "data", "which"), whole + halves, indirect=["backend"])
 
 
 def check_every_step(lives: Lives, data: str, which: str) -> None:

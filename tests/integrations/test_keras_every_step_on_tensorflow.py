@@ -1,26 +1,18 @@
 """Keras on TensorFlow: broken off behind any step, `fit` ends as if nothing had happened.
 
-Not with a dataset of torch: TensorFlow reads ahead, in threads of its own. With `tf.data` in two tests, one of the even
-steps and one of the odd ones: a life takes up to 14 s on a busy machine.
+Not with a dataset of torch: TensorFlow reads ahead, in threads of its own.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integrations.keras_lives import Lives, check_every_step
+from tests.integrations.keras_lives import Lives, check_every_step, every_step_on
 
 pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.timeout(560)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "data", "which"),
-    [
-        *(("tensorflow", data, "every") for data in ("arrays", "weighted", "drawn", "numbered")),
-        *(("tensorflow", data, which) for data in ("tf", "tf.filtered", "tf.global") for which in ("even", "odd")),
-    ],
-    indirect=["backend"],
-)
+@every_step_on("tensorflow", "arrays", "weighted", "drawn", "numbered")
 def test_broken_off_behind_every_step_it_is_the_undisturbed_run(lives: Lives, data: str, which: str) -> None:
     """Bit for bit: weights, optimizer, metrics of each epoch, learning rate, and the samples of each step."""
     check_every_step(lives, data, which)
