@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dlrover_hooks.checkpoint.ipc import keeper_connection
 from dlrover_hooks.checkpoint.save import segment_client
 from tests import keepers, ranks
 from tests.integrations.keras_lives import BACKENDS, Lives, lives_of
+from tests.integrations.ps_job import StartPS, ps_jobs
 from tests.pace import WAIT_S, paced_save
 
 
@@ -46,6 +48,21 @@ def lives(backend: str, tmp_path: Path) -> Iterator[Lives]:
     """Of a job with Keras."""
     with ranks.named_job("keras") as job:
         yield lives_of(backend, job, tmp_path)
+
+
+@pytest.fixture
+def start_ps(tmp_path: Path) -> Iterator[StartPS]:
+    """See `ps_jobs`."""
+    with ps_jobs(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A step that reads it waits in the kernel, until its process is killed."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ from tests.waiting import json_lines, until
 PYTHON = ranks.ROOT / ".venv-keras/bin/python"
 CHIEF = Path(__file__).with_name("ps_chief.py")
 WAIT_S = 120.0
+SHARDS = 600
+"""Of a job that `ps_jobs` starts, of two samples each."""
+SINCE = 50 + 2 * 16
+"""Steps since the newest checkpoint, at most: save_every, and those scheduled when it was due and now."""
+WATCHDOG_S = 40.0
+"""Longer than a first step, and than the start of the servers, also on a slow machine."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -172,6 +178,45 @@ def ps_job(folder: Path, job: str, plan: dict[str, Any], *options: str, **more: 
         yield one
     finally:
         one.close()
+
+
+StartPS = Callable[..., PSJob]
+
+
+@contextmanager
+def ps_jobs(folder: Path) -> Iterator[StartPS]:
+    """Starts jobs of `SHARDS` shards, which are ended with the context, the last one first."""
+    with ExitStack() as open_:
+        started = 0
+
+        def begin(*options: str, env: dict[str, str] | None = None, **plan: Any) -> PSJob:
+            nonlocal started
+            sizes = {name: plan.pop(name) for name in ("ps", "workers", "chief") if name in plan}
+            place = folder / (plan.pop("folder", None) or f"job{started}")
+            place.mkdir(exist_ok=True)
+            started += 1
+            plan = {"samples": 2 * SHARDS, "size": 2, **plan}
+            return open_.enter_context(ps_job(place, "ps-test", plan, *options, **sizes, **(env or {})))
+
+        yield begin
+
+
+def emptied(pipe: Path) -> None:
+    """A step that reads it from now on does not wait."""
+    empty = pipe.with_name("empty")
+    empty.touch()
+    empty.replace(pipe)
+
+
+def trained_once(job: PSJob | ByHand) -> None:
+    """Each shard is in the model once, and no result is missing."""
+    seen = job.row("seen")["seen"]
+    assert seen == [1] * SHARDS, [at for at, count in enumerate(seen) if count != 1]
+    assert job.row("done")["done"] == SHARDS
+
+
+def no_worker_was_replaced(job: PSJob) -> None:
+    assert not [line for line in job.said if re.search("the workers are replaced|worker .*; it is replaced", line)]
 
 
 class ByHand:
