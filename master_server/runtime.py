@@ -61,6 +61,9 @@ class PendingEvent(msgspec.Struct):
     reply: Message
     effects: tuple[Effect, ...]
     done: asyncio.Future[Message]
+    """Belongs to one request: cancelled with it."""
+    durable: asyncio.Future[None]
+    """The same one for all events of a commit."""
 
 
 class Runtime:
@@ -93,7 +96,8 @@ class Runtime:
         self._queue = deque[PendingEvent]()
         self._under_way: list[PendingEvent] = []
         self._committing: asyncio.Task[None] | None = None
-        self._barrier: asyncio.Future[Message] | None = None
+        self._durable: asyncio.Future[None] | None = None
+        """Of the newest commit: done when all events that are applied are durable."""
         self._reloading: asyncio.Future[None] | None = None
         """While it is pending, `state` must not be used: it is being read from the journal."""
         self._refuses = False
@@ -169,7 +173,7 @@ class Runtime:
             await self._writable()
         if isinstance(event, Attach) and event.save_to is not None:
             return await self._attach(event, event.save_to.rstrip("/"), key)
-        return await asyncio.shield(self._enqueue(event, key))
+        return await self._enqueue(event, key)
 
     async def _attach(self, event: Attach, url: str, key: Key | None) -> Message:
         """Claim the URL first. If the event is then refused (the job may have ended) release the claim here."""
@@ -181,7 +185,7 @@ class Runtime:
         except HooksError:
             self._deposits.release(event.job)
             raise
-        return await asyncio.shield(done)
+        return await done
 
     def _writes(self, job: str) -> bool:
         return job_registry.writes(self.state, job)
@@ -200,8 +204,9 @@ class Runtime:
             self._answer_after_commits(done, outcome.reply)
             return done
         self._liveness.heard_of(event)
-        self._queue.append(PendingEvent(record=record, reply=outcome.reply, effects=outcome.effects, done=done))
-        self._barrier = done
+        if self._durable is None or not self._queue:
+            self._durable = self._loop.create_future()
+        self._queue.append(PendingEvent(record, outcome.reply, outcome.effects, done, self._durable))
         self._go_on()
         return done
 
@@ -216,21 +221,19 @@ class Runtime:
         return self._began + self._uptime.seconds()
 
     def _answer_after_commits(self, done: asyncio.Future[Message], reply: Message) -> None:
-        """Answer a repeated event. Its first occurrence may not be durable yet: wait for the newest queued event."""
-        barrier = self._barrier
-        if barrier is None or barrier.done():
+        """Answer a repeated event. Its first occurrence may not be durable yet: wait for the newest commit."""
+        durable = self._durable
+        if durable is None or durable.done():
             done.set_result(reply)
             return
 
-        def settle(first: asyncio.Future[Message]) -> None:
-            if done.done():
-                return
-            if first.cancelled() or first.exception() is not None:
-                done.set_exception(first.exception() or JournalFailed("The master is ending."))
-            else:
-                done.set_result(reply)
+        def settle(durable: asyncio.Future[None]) -> None:
+            if (error := durable.exception()) is None:
+                _settle(done, reply)
+            elif not done.done():
+                done.set_exception(error)
 
-        barrier.add_done_callback(settle)
+        durable.add_done_callback(settle)
 
     async def _commit_all(self) -> None:
         while self._queue or self._reloading is not None:
@@ -258,6 +261,7 @@ class Runtime:
                 _settle(entry.done, entry.reply)
                 for effect in entry.effects:
                     self._perform(effect)
+            _settle(batch[-1].durable, None)
         self._under_way = []
         self._committing = None
 
@@ -286,9 +290,7 @@ class Runtime:
             log.critical("the journal's commit failed within; this master ends", exc_info=error)
         self.failed = True
         for entry in (*self._under_way, *self._queue):
-            if not entry.done.done():
-                entry.done.set_exception(_ending())
-                entry.done.exception()
+            _fail_entry(entry, _ending)
         self._queue.clear()
         reloading, self._reloading = self._reloading, None
         if reloading is not None:
@@ -308,9 +310,7 @@ class Runtime:
         self._queue.clear()
         self._reloading = self._reloading or self._loop.create_future()
         for entry in failed:
-            if not entry.done.done():
-                entry.done.set_exception(JournalFailed(error.message, hint=error.hint))
-                entry.done.exception()  # internal events have no request that retrieves it
+            _fail_entry(entry, lambda: JournalFailed(error.message, hint=error.hint))
 
     def _spoilt(self, event: Message, error: Exception) -> MasterError:
         """A bug may have left the state half changed: reload it from the journal, without the event."""
@@ -399,11 +399,11 @@ class Runtime:
         while True:
             await self._intact()
             reply = views.query(self.state, self.nodes, request, self._uptime.seconds())
-            barrier = self._barrier
-            if barrier is None or barrier.done():
+            durable = self._durable
+            if durable is None or durable.done():
                 return reply
-            await asyncio.wait([barrier])
-            if barrier.cancelled() or barrier.exception() is None:
+            await asyncio.wait([durable])
+            if durable.exception() is None:
                 return reply
 
     async def wait(self, request: Poll) -> Message:
@@ -535,6 +535,13 @@ def _encoded(envelope: Envelope) -> bytes:
         raise BadRequest(
             f"{type(envelope.event).__name__} cannot be journaled: {error}.", hint="See /openapi.json for the bounds."
         ) from error
+
+
+def _fail_entry(entry: PendingEvent, error: Callable[[], Exception]) -> None:
+    for future in (entry.done, entry.durable):
+        if not future.done():
+            future.set_exception(error())
+            future.exception()  # internal events have no request that retrieves it
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

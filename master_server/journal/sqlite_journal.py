@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import socket
@@ -54,6 +55,9 @@ UPDATE meta SET value = '2' WHERE name = 'format';
 """Format 1 had no checksums: its records are assumed to be undamaged. Like `_SCHEMA` without an end, see `_sign`."""
 _HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
 """Tables, by format."""
+_EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
+_ROWS_AT_ONCE = 64
+"""Most events in one statement: SQLite before 3.32 takes 999 values."""
 
 
 class JournalInUse(UsageError):
@@ -262,14 +266,28 @@ class SqliteJournal:
         """
         rows = [(seq, record, checksum(seq, record)) for seq, record in enumerate(records, self._last + 1)]
         last = self._last + len(rows)
-        with self._transaction():
-            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
-            if snapshot is not None:
-                self._replace(last, snapshot)
+        if snapshot is not None or not self._insert(rows):
+            with self._transaction():
+                self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
+                if snapshot is not None:
+                    self._replace(last, snapshot)
         self._last = last
         self.since_snapshot += len(rows)
         if snapshot is not None:
             self._sound, self.since_snapshot = last, 0
+
+    def _insert(self, rows: list[tuple[int, bytes, int]]) -> bool:
+        """Add events in one statement, which is its own transaction. False: nothing was written, because it is the
+        first write of this epoch, or the stored epoch is another one, or there are no rows or too many.
+
+        Each statement releases Python's lock and takes it again, which costs both threads more than the statement.
+        """
+        if self._seen_epoch != self.epoch or not 0 < len(rows) <= _ROWS_AT_ONCE:
+            return False
+        places = ", ".join(["(?, ?, ?)"] * len(rows))
+        insert = f"INSERT INTO events SELECT * FROM (VALUES {places}) WHERE ? = ({_EPOCH})"
+        with self._writing():
+            return self._db.execute(insert, (*itertools.chain(*rows), self._epoch_value())).rowcount == len(rows)
 
     def probe(self) -> None:
         """Write a small value, as durably as events. Raises JournalFailed, LeadershipLost."""
@@ -279,12 +297,18 @@ class SqliteJournal:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         """A transaction around the block, in this process's epoch. Raises JournalFailed, LeadershipLost."""
-        try:
+        with self._writing():
             self._db.execute("BEGIN IMMEDIATE")
             self._check_epoch()
             yield
             self._db.execute("COMMIT")
             self._seen_epoch = self.epoch
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Rolls back what an error leaves. Raises JournalFailed for those of SQLite."""
+        try:
+            yield
         except LeadershipLost:
             self._undo()
             raise
@@ -303,12 +327,14 @@ class SqliteJournal:
                 f"another process has opened the journal {self.path}: it is at epoch {found}, this one at {self.epoch}"
             )
         if found != self.epoch:
-            value = f"{self.epoch} {checksum(self.epoch, b'')}"
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (value,))
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (self._epoch_value(),))
+
+    def _epoch_value(self) -> str:
+        return f"{self.epoch} {checksum(self.epoch, b'')}"
 
     def _stored_epoch(self) -> int:
         """0 in a journal of a release without epochs. Raises ValueError: it is damaged."""
-        row = self._db.execute("SELECT value FROM meta WHERE name = 'epoch'").fetchone()
+        row = self._db.execute(_EPOCH).fetchone()
         epoch, _, crc = str(row[0]).partition(" ") if row is not None else ("0", "", "")
         if row is not None and crc != str(checksum(int(epoch), b"")):
             raise ValueError("its epoch does not match its checksum")
