@@ -98,11 +98,11 @@ class App:
         if self._token is None:
             check_browser(request, "master")
         _check_protocol(headers)
-        message = (
-            _from_url(row, request)
-            if row.in_url
-            else _decode(decoder, await read_body(request, self._body_limit_bytes))
-        )
+        if row.in_url:
+            message = _from_url(row, request)
+        else:
+            body = request.scope["state"]["connection"].whole_body(request.scope, self._body_limit_bytes)
+            message = _decode(decoder, body if body is not None else await read_body(request, self._body_limit_bytes))
         return message, _key(headers, message) if row.event else None
 
     def _authorize(self, request: Request, headers: Mapping[bytes, bytes]) -> None:

@@ -218,6 +218,19 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None:
             super().on_message_complete()
 
+    def whole_body(self, scope: MutableMapping[str, Any], limit: int) -> bytes | None:
+        """The body of the request of `scope`, which is to be read only once. None if `receive` is needed: a part of it
+        has not arrived, it has more than `limit` bytes, or the client waits for a word or is gone.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or cycle.more_body or len(cycle.body) > limit:
+            return None
+        if cycle.disconnected or cycle.response_complete or cycle.waiting_for_100_continue:
+            return None
+        self.flow.resume_reading()
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
+
     def send_whole(self, scope: MutableMapping[str, Any], headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
         """Send the complete response, with status 200, to the request of `scope`, in one write. The headers are ours.
 

@@ -165,7 +165,8 @@ class Runtime:
         An event that was applied before is answered even if nothing can be written.
         """
         await self._intact()
-        if key is not None and (reply := job_registry.repeated(self.state, event, key)) is not None:
+        first = self._refuses or isinstance(event, Attach)  # of other events `_enqueue` finds it
+        if first and key is not None and (reply := job_registry.repeated(self.state, event, key)) is not None:
             done: asyncio.Future[Message] = self._loop.create_future()
             self._answer_after_commits(done, reply)
             return await done
