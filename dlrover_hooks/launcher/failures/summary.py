@@ -94,13 +94,20 @@ def screen(story: FailureSummary, *, colour: bool = False) -> str:
     rows += [("lost", _lost(first)), ("done", first.then or _NOTHING.get(story.code, "")), *_later(later)]
     rows.append(("try", cause_of(first.end).hint))
     rows.append(("end", _ENDS.get(story.code, f"exit code {story.code}")))
-    title = f"job {story.job}: the first failure" + " (the job is done)" * (story.code == DONE)
+    title = f"job {story.job}: the first failure{_outcome(story)}"
     lines = ["-" * WIDTH, f"\x1b[1;31m{title}\x1b[0m" if colour else title]
     for name, text in rows:
         lines += _row(name, text)
     if story.code != DONE:
         lines.append(f"  next   {story.command}")  # not wrapped, so that it can be copied
     return "\n".join([*lines, "-" * WIDTH]) + "\n"
+
+
+def _outcome(story: FailureSummary) -> str:
+    if story.code == DONE:
+        return " (the job is done)"
+    ended = story.code in (130, 143) and story.failures[-1].resumed is not None
+    return " (the job went on until it was ended)" if ended else ""
 
 
 def _row(name: str, text: str) -> list[str]:

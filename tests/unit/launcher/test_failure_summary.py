@@ -78,6 +78,19 @@ job mine: the first failure
 {RULE}
 """
 
+INTERRUPTED = f"""\
+{RULE}
+job mine: the first failure (the job went on until it was ended)
+  who    worker 1 on node a
+  why    SIGKILL
+  when   at step 17 or later
+  lost   at least 1 step: it went on from step 16
+  done   restarting 2 workers
+  end    ended with Ctrl-C
+  next   {COMMAND}
+{RULE}
+"""
+
 
 def failure(code: int | None, step: int | None, *, name: str = "worker 0", node: str = "a", then: str = "",
             resumed: int | None = None, reported: WorkerError | None = None) -> Failure:  # fmt: skip
@@ -100,6 +113,7 @@ def failure(code: int | None, step: int | None, *, name: str = "worker 0", node:
         ),
         (1, [failure(1, None, reported=WORDS)], AT_ONCE),
         (77, [failure(-9, 3)], SPENT),
+        (130, [failure(-9, 17, name="worker 1", then="restarting 2 workers", resumed=16)], INTERRUPTED),
     ],
 )
 def test_word_by_word(code: int, failures: list[Failure], text: str) -> None:
