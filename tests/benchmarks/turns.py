@@ -77,8 +77,8 @@ def measured(name: str, rounds: int, train: Train, sizes: Sequence[int]) -> tupl
     """The conditions, and the cost of the hook in per cent of the CPU time of a step without it: the median round.
 
     Each way has a thread of its own, as the main thread's memory is managed otherwise. Both run on one processor, as
-    two are not equally fast. A model's place in memory shifts its steps by some per cent: each round has other models,
-    and the threads exchanged. Two equal ways then differ by 0.5 to 1.2 % in the median of 24 rounds.
+    two are not equally fast. A model's place in memory shifts its steps, by some per cent if it does not fit into the
+    processor's cache: each round has other models, and the threads exchanged.
 
     Args:
         name: of the framework, for the names of the figures.
