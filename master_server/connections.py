@@ -219,8 +219,9 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def whole_body(self, scope: MutableMapping[str, Any], limit: int) -> bytes | None:
-        """The body of the request of `scope`, which can be taken once. None if `receive` is needed: a part of it has
-        not arrived, it has more than `limit` bytes, or the client is gone or waits for "100 Continue".
+        """Take the complete body of the request of `scope`. None, and nothing is taken, if `receive` is needed: the
+        body is incomplete or has more than `limit` bytes, the request is not the newest of its connection, or its
+        client is gone or waits for "100 Continue".
         """
         cycle = self.cycle
         if cycle is None or cycle.scope is not scope or cycle.more_body or len(cycle.body) > limit:

@@ -61,9 +61,9 @@ class PendingEvent(msgspec.Struct):
     reply: Message
     effects: tuple[Effect, ...]
     done: asyncio.Future[Message]
-    """Belongs to one request: cancelled with it."""
+    """The reply to the event's request, if it has one: cancelled with that request."""
     durable: asyncio.Future[None]
-    """The same one for all events of a commit."""
+    """Shared by all events of one commit: done when that is durable, or has failed."""
 
 
 class Runtime:
@@ -97,7 +97,7 @@ class Runtime:
         self._under_way: list[PendingEvent] = []
         self._committing: asyncio.Task[None] | None = None
         self._durable: asyncio.Future[None] | None = None
-        """Of the newest commit: done when all events that are applied are durable."""
+        """That of the newest commit: if it is done without an exception, all applied events are durable."""
         self._reloading: asyncio.Future[None] | None = None
         """While it is pending, `state` must not be used: it is being read from the journal."""
         self._refuses = False
@@ -165,8 +165,8 @@ class Runtime:
         An event that was applied before is answered even if nothing can be written.
         """
         await self._intact()
-        first = self._refuses or isinstance(event, Attach)  # of other events `_enqueue` finds it
-        if first and key is not None and (reply := job_registry.repeated(self.state, event, key)) is not None:
+        search = self._refuses or isinstance(event, Attach)  # for all other events `_enqueue` detects a repetition
+        if search and key is not None and (reply := job_registry.repeated(self.state, event, key)) is not None:
             done: asyncio.Future[Message] = self._loop.create_future()
             self._answer_after_commits(done, reply)
             return await done

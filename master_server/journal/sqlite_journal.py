@@ -57,7 +57,8 @@ _HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
 """Tables, by format."""
 _EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
 _ROWS_AT_ONCE = 64
-"""Most events in one statement: SQLite before 3.32 takes 999 values."""
+"""Most events in one statement, of three values each: SQLite before 3.32 takes 999, and each length is another
+statement for the cache of 128."""
 
 
 class JournalInUse(UsageError):
@@ -280,7 +281,7 @@ class SqliteJournal:
         """Add events in one statement, which is its own transaction. False: nothing was written, because it is the
         first write of this epoch, or the stored epoch is another one, or there are no rows or too many.
 
-        A transaction of four statements, each of which releases Python's lock, takes 40 us of CPU time more.
+        A transaction of four statements, each of which releases the GIL, takes 40 us of CPU time more.
         """
         if self._seen_epoch != self.epoch or not 0 < len(rows) <= _ROWS_AT_ONCE:
             return False
@@ -306,7 +307,7 @@ class SqliteJournal:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Rolls back what an error leaves. Raises JournalFailed for those of SQLite."""
+        """Roll back an open transaction if the block raises. An error of SQLite is raised as JournalFailed."""
         try:
             yield
         except LeadershipLost:

@@ -92,7 +92,7 @@ class EchoServer:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of all its threads that run. The kernel's scheduler counts nanoseconds, psutil ticks of 10 ms."""
+    """CPU seconds of the threads that `process` has now, by the kernel's scheduler, which counts nanoseconds."""
     threads = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 

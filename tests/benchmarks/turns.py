@@ -78,7 +78,7 @@ def measured(name: str, rounds: int, train: Train, sizes: Sequence[int]) -> tupl
 
     Each way has a thread of its own, as the main thread's memory is managed otherwise. Both run on one processor, as
     two are not equally fast. A model's place in memory shifts its steps, by some per cent if it does not fit into the
-    processor's cache: each round has other models, and the threads exchanged.
+    processor's cache: each round has new models, and the hook changes to the other thread.
 
     Args:
         name: of the framework, for the names of the figures.

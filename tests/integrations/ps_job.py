@@ -24,7 +24,7 @@ PYTHON = ranks.ROOT / ".venv-keras/bin/python"
 CHIEF = Path(__file__).with_name("ps_chief.py")
 WAIT_S = 120.0
 SHARDS = 600
-"""Of a job that `ps_jobs` starts, of two samples each."""
+"""Number of shards of a job that `ps_jobs` starts, of two samples each."""
 SINCE = 50 + 2 * 16
 """Steps since the newest checkpoint, at most: save_every, and those scheduled when it was due and now."""
 WATCHDOG_S = 40.0
@@ -185,7 +185,7 @@ StartPS = Callable[..., PSJob]
 
 @contextmanager
 def ps_jobs(folder: Path) -> Iterator[StartPS]:
-    """Starts jobs of `SHARDS` shards, which are ended with the context, the last one first."""
+    """Yields a function that starts a job of `SHARDS` shards. The jobs are ended with the context, the newest first."""
     with ExitStack() as open_:
         started = 0
 
@@ -202,7 +202,7 @@ def ps_jobs(folder: Path) -> Iterator[StartPS]:
 
 
 def emptied(pipe: Path) -> None:
-    """A step that reads it from now on does not wait."""
+    """Replace the pipe with an empty file: a step that opens its path from now on does not wait."""
     empty = pipe.with_name("empty")
     empty.touch()
     empty.replace(pipe)

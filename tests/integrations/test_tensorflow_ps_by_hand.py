@@ -27,7 +27,7 @@ def test_tf_config_makes_each_process_a_task(tmp_path: Path) -> None:
 
 
 def test_an_address_that_the_chief_cannot_reach_ends_it_with_the_reason(tmp_path: Path) -> None:
-    """TensorFlow alone waits without a word, and with Python's lock held."""
+    """Without this check TensorFlow waits, prints nothing, and holds the GIL."""
     with by_hand(tmp_path, {}, ps_host="no-such-host.invalid") as job:
         said = job.processes["chief"].communicate(timeout=WAIT_S)[1]
         assert job.processes["chief"].returncode == 1

@@ -17,7 +17,7 @@ FIT = CHIEF.with_name("ps_fit.py")
 
 @pytest.mark.parametrize("kind", ["raw", "keras", "tf_keras"])
 def test_a_model_of_keras(start_ps: StartPS, kind: str) -> None:
-    """Keras 3 without a partitioner, tf_keras with one; a planned switch and a crash."""
+    """A planned switch and a crash. Keras 3 has no partitioner, raw variables and tf_keras have one."""
     env = {"TF_USE_LEGACY_KERAS": "1"} if kind == "tf_keras" else {}
     job = start_ps(kind=kind, partition=kind != "keras", holds=[100, 200], env=env)
     job.row("holds", 100)

@@ -75,9 +75,9 @@ def test_workers_that_complete_no_step_are_replaced(start_ps: StartPS, pipe: Pat
 def test_a_worker_whose_step_never_ends_does_not_hold_up_the_loss_of_a_parameter_server(
     start_ps: StartPS, pipe: Path
 ) -> None:
-    """A step keeps a thread of its worker, which must have enough for the next cluster all the same.
+    """The step occupies a thread of its worker, which must still have enough threads for the next cluster.
 
-    The cold replacement comes late, and no worker is taken for the cause.
+    Without a standby the replacement server starts late, and no worker may be blamed for that.
     """
     plan = {"hangs_at": shard_of_step(121), "gate": str(pipe), "inflight": 400, "watchdog_s": 200.0}
     job = start_ps("--standby", "0", ps=2, **plan)
