@@ -259,7 +259,9 @@ class Connection(HttpToolsProtocol):
             return
         self.server_state.total_requests += 1
         self.flow.resume_reading()
-        self.cycle, self.scope, self.headers = None, None, []  # type: ignore[assignment]
+        self.cycle = None  # type: ignore[assignment]
+        if not self._in_head:  # else they are those of the next request
+            self.scope, self.headers = None, []  # type: ignore[assignment]
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:

@@ -41,7 +41,7 @@ from dlrover_hooks.master.journal.journal_protocol import SNAPSHOT_EVERY, Journa
 from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.master.planning import Planning
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
-from dlrover_hooks.protocol import Attach, Beat, Heartbeat, Message, NodeVitals, Watch
+from dlrover_hooks.protocol import Attach, Beat, DeleteJob, Heartbeat, Message, NodeVitals, Watch
 
 if TYPE_CHECKING:
     from dlrover_hooks.master.brain.client.brain_jobs import BrainJobs
@@ -165,7 +165,8 @@ class Runtime:
         An event that was applied before is answered even if nothing can be written.
         """
         await self._intact()
-        search = self._refuses or isinstance(event, Attach)  # for all other events `_enqueue` detects a repetition
+        # for all other events `_enqueue` detects a repetition
+        search = self._refuses or isinstance(event, Attach | DeleteJob)
         if search and key is not None and (reply := job_registry.repeated(self.state, event, key)) is not None:
             done: asyncio.Future[Message] = self._loop.create_future()
             self._answer_after_commits(done, reply)

@@ -59,6 +59,8 @@ _EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
 _ROWS_AT_ONCE = 64
 """Most events in one statement, of three values each: SQLite before 3.32 takes 999, and each length is another
 statement for the cache of 128."""
+_BYTES_AT_ONCE = 64 * 2**10
+"""Most bytes of their records: a statement in the cache keeps copies of the values that it had last."""
 
 
 class JournalInUse(UsageError):
@@ -279,11 +281,13 @@ class SqliteJournal:
 
     def _insert(self, rows: list[tuple[int, bytes, int]]) -> bool:
         """Add events in one statement, which is its own transaction. False: nothing was written, because it is the
-        first write of this epoch, or the stored epoch is another one, or there are no rows or too many.
+        first write of this epoch, or the stored epoch is another one, or there are no rows or too many or large ones.
 
         A transaction of four statements, each of which releases the GIL, takes 40 us of CPU time more.
         """
         if self._seen_epoch != self.epoch or not 0 < len(rows) <= _ROWS_AT_ONCE:
+            return False
+        if sum(len(record) for _, record, _ in rows) > _BYTES_AT_ONCE:
             return False
         places = ", ".join(["(?, ?, ?)"] * len(rows))
         insert = f"INSERT INTO events SELECT * FROM (VALUES {places}) WHERE ? = ({_EPOCH})"

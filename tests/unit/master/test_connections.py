@@ -275,6 +275,21 @@ def test_replies_are_in_the_order_of_their_requests_and_the_connection_closes_if
     assert lent == [0, 8, 16]
 
 
+def test_a_request_that_begins_before_the_reply_to_the_one_before() -> None:
+    """A client that sends several requests at once, the second of them in two pieces."""
+
+    async def scenario() -> None:
+        async with serving(Limits()) as connect:
+            reader, writer = await connect()
+            request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+            writer.write(request + request[:20])
+            first = await asyncio.wait_for(reader.readuntil(b"ok"), 10)
+            writer.write(request[20:])
+            assert await asyncio.wait_for(reader.readuntil(b"ok"), 10) == first
+
+    asyncio.run(scenario())
+
+
 def test_a_slow_reader_gets_the_whole_response() -> None:
     """It is written as the peer reads it."""
     size, parts = 2**20, 16

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from dlrover_hooks import protocol as p
@@ -101,6 +102,18 @@ CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NU
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 INSERT INTO meta VALUES ('owner', 'whose'), ('format', '1');
 """
+
+
+def test_large_events_leave_memory(tmp_path: Path) -> None:
+    """SQLite's statements keep the values that they had last, and each number of events may be a statement."""
+    journal, large = SqliteJournal(tmp_path / "master.db"), bytes(2**19)
+    journal.append([record(join())])
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for count in range(1, 17):
+        journal.append([large] * count)
+    assert process.memory_info().rss - before < 2**25
+    journal.close()
 
 
 def test_format_1_is_read_and_goes_on_as_format_2(tmp_path: Path) -> None:

@@ -420,6 +420,22 @@ def test_a_repeated_request_is_answered_by_a_journal_that_is_full(tmp_path: Path
     asyncio.run(scenario())
 
 
+def test_a_late_copy_of_a_request_deletes_no_job(tmp_path: Path) -> None:
+    """The job was deleted by the first copy, and made again by the same client."""
+
+    async def scenario() -> None:
+        runtime = Runtime(SqliteJournal(tmp_path / "m.db"), storage=StorageFake())
+        runtime.start()
+        event = join()
+        await runtime.event(event, Key(event.incarnation, "main", 5))
+        with pytest.raises(Stale):
+            await runtime.event(p.DeleteJob("job", force=True), Key(event.incarnation, "main", 4))
+        assert "job" in runtime.state.jobs
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
 def test_whoever_left_in_vain_is_missed(tmp_path: Path) -> None:
     """The journal refused its leave, so it is still a member; its process is gone all the same."""
 
