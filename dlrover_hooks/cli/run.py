@@ -207,7 +207,10 @@ _flag = functools.partial(click.option, cls=_Flag)
               "file:PATH.")  # fmt: skip
 @_flag("--requeue", is_flag=True, help="SLURM: scontrol requeue, once, when the job was preempted.")
 @_flag("--standalone", is_flag=True, help="As without it: one machine, a master of its own.")
-@_flag("--rdzv-backend", help="Ignored; accepted for torchrun's sake. The master is the rendezvous.")
+@_flag("--rdzv-backend",
+              help="etcd: --rdzv-endpoint is etcd's HOST[:PORT] (2379). Each node then serves a master, one of which "
+              "leads, so the job survives the loss of any node. Another value is accepted for torchrun's sake: the "
+              "master is the rendezvous.")  # fmt: skip
 @_flag(
     "--monitor-interval",
     type=float,
@@ -230,6 +233,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
     What pays:      dlrover-hooks run --mode single-job --max-workers 4 --job mine train.py
     TensorFlow:     dlrover-hooks run --ps 2 --workers 2 --job mine train.py
     One to four:    dlrover-hooks run --nnodes 1:4 --rdzv-endpoint node-a --job mine train.py
+    Without one:    dlrover-hooks run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint etcd-host --job mine train.py
     SLURM:          srun dlrover-hooks run --slurm train.py
 
     \b
@@ -365,7 +369,7 @@ def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:
     level = Level(flags["fault_level"]) if flags["fault_level"] else None
     options = LaunchOptions(
         command=command, nodes=flags["nnodes"], workers=flags["nproc"], scaling=_scaling(flags), level=level,
-        redirects=redirects, tee=tee, **{name: flags[name] for name in _SAME},
+        redirects=redirects, tee=tee, etcd=flags["rdzv_backend"] == "etcd", **{name: flags[name] for name in _SAME},
     )  # fmt: skip
     check(options)
     return node_supervisor.Launcher(options).run()

@@ -13,7 +13,7 @@ from dlrover_hooks.errors import LaunchError
 
 def listen(port: int, host: str = "127.0.0.1") -> socket.socket:
     """The master's listening socket, owned by the launcher: while the master restarts, clients wait, not fail."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

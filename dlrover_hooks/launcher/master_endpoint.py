@@ -6,7 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import psutil
@@ -16,6 +16,8 @@ from dlrover_hooks.host.own_address import towards
 
 PORT = 8780
 """The master's own default."""
+ETCD_PORT = 2379
+"""etcd's own default."""
 
 
 _ELSEWHERE = "192.0.2.1"
@@ -67,6 +69,26 @@ def endpoint(text: str) -> Endpoint:
         f"{text!r} is no address of a master",
         hint=f"such as --rdzv-endpoint node-a:{PORT} (the first node serves it), or http://HOST:{PORT} for one "
         "that runs already",
+    )
+
+
+def etcd_journal(text: str, job: str) -> tuple[str, Endpoint]:
+    """The URL of the job's journal in the etcd at `text`, and the first of its members.
+
+    `text` is `HOST[:PORT]` of each member, separated by commas, with `etcds://` before them for TLS.
+
+    Raises UsageError.
+    """
+    scheme, _, hosts = text.rpartition("://")
+    with contextlib.suppress(ValueError):
+        first = urlsplit(f"//{hosts.split(',')[0].strip()}")
+        if first.hostname and scheme in ("", "etcd", "etcds") and not set("/@?") & set(hosts):
+            url = f"{scheme or 'etcd'}://{hosts.replace(' ', '')}/{quote(job, safe='')}"
+            return url, Endpoint(first.hostname, ETCD_PORT if first.port is None else first.port)
+    raise UsageError(
+        f"{text!r} is no address of etcd",
+        hint=f"such as --rdzv-endpoint etcd-a:{ETCD_PORT},etcd-b:{ETCD_PORT}; the journal has the name of the job, and "
+        "an etcd with users needs masters that are started by themselves",
     )
 
 

@@ -31,7 +31,7 @@ from dlrover_hooks.launcher.failures.summary import Failure, FailureRecord, Fail
 from dlrover_hooks.launcher.failures.verdict import GAVE_UP, USAGE, USER_ERROR, counted, farewell
 from dlrover_hooks.launcher.interruption import Eviction, after, last_code
 from dlrover_hooks.launcher.launcher_lock import sole
-from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
+from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, etcd_journal, own_host, serve, url_of
 from dlrover_hooks.launcher.master_requests import AgentAddress
 from dlrover_hooks.launcher.nodes.agent_options import (
     AGENT,
@@ -106,7 +106,8 @@ class Launcher:
                 owned.enter_context(sole(self.job, ""))
             master, served = self._find_master(owned)
             token = self.options.token or (None if self.options.endpoint else secrets.token_hex(16))
-            address = AgentAddress(self.job, self._node, self._host(master), serves=served is not None)
+            alone = served is not None and not self.options.etcd
+            address = AgentAddress(self.job, self._node, self._host(master), serves=alone)
             self._client = MasterClient(master.url, token, incarnation=uuid.uuid4().hex)
             environment = self._environment(master.url, token or "", address)
             if self.options.ps is not None:
@@ -257,13 +258,11 @@ class Launcher:
 
     def _find_master(self, owned: contextlib.ExitStack) -> tuple[Endpoint, Served | None]:
         """The master's address; socket and journal if this launcher serves it. Raises UsageError, LaunchError."""
+        if self.options.etcd:
+            return self._one_of_several(owned)
         if self.options.endpoint:
             where = endpoint(self.options.endpoint)
-            if not where.local and not self.options.token:
-                raise UsageError(
-                    f"the master at {where.host} needs a token: anybody who reaches it could steer your training",
-                    hint="make one (openssl rand -hex 16) and set DLROVER_HOOKS_TOKEN to it on all nodes",
-                )
+            self._check_token(where, f"the master at {where.host} needs")
             listener = serve(where, self.options.node_rank)
             if listener is None:
                 return where, None
@@ -275,10 +274,32 @@ class Launcher:
         brain = self.options.scaling.brain if self.options.scaling is not None else ""
         return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s, brain)
 
+    def _one_of_several(self, owned: contextlib.ExitStack) -> tuple[Endpoint, Served]:
+        """This node's master. Those of the other nodes have the same journal in etcd; a standby names the leader.
+
+        Raises UsageError, LaunchError.
+        """
+        journal, member = etcd_journal(self.options.endpoint, self.job)
+        self._check_token(member, f"the masters that meet in etcd at {member.host} need")
+        own = self.options.local_addr or own_host(member)
+        listener = listen(self.options.port, own if member.local else "::" if ":" in own else "0.0.0.0")
+        owned.callback(listener.close)
+        here = Endpoint(own, listener.getsockname()[1])
+        return here, Served(listener, journal, False, self.options.hang_timeout_s, advertise=here.url)
+
+    def _check_token(self, where: Endpoint, needs: str) -> None:
+        if not where.local and not self.options.token:
+            raise UsageError(
+                f"{needs} a token: anybody who reaches it could steer your training",
+                hint="make one (openssl rand -hex 16) and set DLROVER_HOOKS_TOKEN to it on all nodes",
+            )
+
     def _host(self, master: Endpoint) -> str:
-        """The address at which other nodes reach this one: on the route to the master's address."""
+        """The address at which other nodes reach this one: on the route to the master's address, or to etcd."""
         if not self.options.endpoint:
             return "127.0.0.1"
+        if self.options.etcd:
+            return master.host
         return self.options.local_addr or own_host(endpoint(self.options.endpoint))
 
     def _size(self) -> str:
@@ -287,6 +308,8 @@ class Launcher:
         return here if nodes.most == 1 else f"{nodes} nodes, {here} each"
 
     def _where(self, master: Endpoint, served: Served | None) -> str:
+        if self.options.etcd:
+            return f"this node's master at {master.url}"
         return f"master at {master.url}" + ("" if served is not None else " (served elsewhere)")
 
     def _environment(self, url: str, token: str, address: AgentAddress) -> dict[str, str]:

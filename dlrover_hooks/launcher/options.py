@@ -82,6 +82,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     endpoint: str = ""
     """The master's address: HOST:PORT, served by the first node, or the URL of a master that runs already."""
+    etcd: bool = False
+    """`endpoint` is the address of etcd: each node serves a master, and one of these leads."""
     node_rank: int | None = None
     local_addr: str = ""
     token: str | None = None
@@ -183,6 +185,10 @@ def check(options: LaunchOptions) -> None:
         raise UsageError("--standby needs a Python script: there is nothing to import ahead", hint="leave it out")
     if (options.redirects, options.tee) != (Streams(), Streams()) and not options.log_dir:
         raise UsageError("--redirects and --tee need a folder for their files", hint="add --log-dir DIR")
+    if options.etcd and not options.endpoint:
+        raise UsageError("--rdzv-backend etcd needs the address of etcd", hint="add --rdzv-endpoint HOST:2379")
+    if options.etcd and options.journal is not None:
+        raise UsageError("--rdzv-backend etcd keeps the journal in etcd", hint="leave out --journal")
     if options.ps is not None:
         _check_tasks(options)
     if options.scaling is not None:

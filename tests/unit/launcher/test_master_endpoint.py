@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
+from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, etcd_journal, own_host, serve, url_of
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,28 @@ def test_a_url_is_what_a_client_uses() -> None:
 def test_others_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no address of a master"):
         endpoint(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "member"),
+    [
+        ("etcd-a", "etcd://etcd-a/mine", Endpoint("etcd-a", 2379)),
+        ("10.0.0.1:1, 10.0.0.2:2", "etcd://10.0.0.1:1,10.0.0.2:2/mine", Endpoint("10.0.0.1", 1)),
+        ("etcds://etcd-a,etcd-b", "etcds://etcd-a,etcd-b/mine", Endpoint("etcd-a", 2379)),
+    ],
+)
+def test_the_journal_of_a_job_in_etcd(text: str, url: str, member: Endpoint) -> None:
+    assert etcd_journal(text, "mine") == (url, member)
+
+
+def test_the_journal_of_a_job_with_an_odd_name() -> None:
+    assert etcd_journal("a", "team/x?y")[0] == "etcd://a/team%2Fx%3Fy"
+
+
+@pytest.mark.parametrize("text", ["", "http://a:2379", "a:b", "etcd://a/name", "etcd://user@a", ":80"])
+def test_others_are_no_etcd(text: str) -> None:
+    with pytest.raises(UsageError, match="no address of etcd"):
+        etcd_journal(text, "mine")
 
 
 def test_only_loopback_is_local() -> None:

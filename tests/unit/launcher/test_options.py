@@ -45,6 +45,8 @@ def test_the_bounds_of_the_job_are_those_of_nodes_times_workers() -> None:
         LaunchOptions(command=COMMAND, nodes=Bounds(2, 2)),
         LaunchOptions(command=COMMAND, standby=1),
         LaunchOptions(command=COMMAND, hang_timeout_s=1.0),
+        LaunchOptions(command=COMMAND, etcd=True),
+        LaunchOptions(command=COMMAND, etcd=True, endpoint="etcd-a", journal="master.db"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_a_way_out(options: LaunchOptions) -> None:
