@@ -92,9 +92,14 @@ class MasterRequests:
             return None
 
     def view(self, *, all_nodes: bool = False) -> p.JobView | None:
-        """The job's current state; None if the master does not answer soon. `all_nodes`: with all their members."""
+        """The job's current state; None if it has none yet, or the master does not answer soon.
+
+        `all_nodes`: with all their members.
+        """
         try:
             return self._ask(p.ShowJob(self._address.job) if all_nodes else self._show(), 10.0)
+        except UnknownJob:  # no launcher has joined yet
+            return None
         except HooksError as error:
             log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
