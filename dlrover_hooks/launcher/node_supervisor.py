@@ -262,7 +262,7 @@ class Launcher:
             return self._one_of_several(owned)
         if self.options.endpoint:
             where = endpoint(self.options.endpoint)
-            self._check_token(where, f"the master at {where.host} needs")
+            self._check_token(where, f"the master at {where.host}")
             listener = serve(where, self.options.node_rank)
             if listener is None:
                 return where, None
@@ -280,17 +280,17 @@ class Launcher:
         Raises UsageError, LaunchError.
         """
         journal, member = etcd_journal(self.options.endpoint, self.job)
-        self._check_token(member, f"the masters that meet in etcd at {member.host} need")
+        self._check_token(member, f"this node's master (etcd is at {member.host})")
         own = self.options.local_addr or own_host(member)
         listener = listen(self.options.port, own if member.local else "::" if ":" in own else "0.0.0.0")
         owned.callback(listener.close)
         here = Endpoint(own, listener.getsockname()[1])
         return here, Served(listener, journal, False, self.options.hang_timeout_s, advertise=here.url)
 
-    def _check_token(self, where: Endpoint, needs: str) -> None:
+    def _check_token(self, where: Endpoint, master: str) -> None:
         if not where.local and not self.options.token:
             raise UsageError(
-                f"{needs} a token: anybody who reaches it could steer your training",
+                f"{master} needs a token: anybody who reaches it could steer your training",
                 hint="make one (openssl rand -hex 16) and set DLROVER_HOOKS_TOKEN to it on all nodes",
             )
 
