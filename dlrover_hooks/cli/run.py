@@ -233,7 +233,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
     What pays:      dlrover-hooks run --mode single-job --max-workers 4 --job mine train.py
     TensorFlow:     dlrover-hooks run --ps 2 --workers 2 --job mine train.py
     One to four:    dlrover-hooks run --nnodes 1:4 --rdzv-endpoint node-a --job mine train.py
-    Without one:    dlrover-hooks run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint etcd-host --job mine train.py
+    With etcd:      dlrover-hooks run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint etcd-host --job mine train.py
     SLURM:          srun dlrover-hooks run --slurm train.py
 
     \b

@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.ps_job import CHIEF, PYTHON, WATCHDOG_S, StartPS, emptied, environment, trained_once
+from tests.integrations.ps_job import CHIEF, PYTHON, WATCHDOG_S, PSJob, StartPS, emptied, environment, trained_once
 
 pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.timeout(280)]
 FIT = CHIEF.with_name("ps_fit.py")
+
+
+def switch_and_crash(job: PSJob, switch: int, crash: int) -> None:
+    """A second parameter server joins at step `switch` and is killed at step `crash`. Waits for the end of the job."""
+    job.row("holds", switch)
+    job.scale("--ps", "2", "--no-wait")
+    job.release(switch)
+    job.row("holds", crash)
+    job.kill("ps 1")
+    job.release(crash)
+    job.end()
 
 
 @pytest.mark.parametrize("kind", ["raw", "keras", "tf_keras"])
@@ -20,13 +31,7 @@ def test_a_model_of_keras(start_ps: StartPS, kind: str) -> None:
     """A planned switch and a crash. Keras 3 has no partitioner, raw variables and tf_keras have one."""
     env = {"TF_USE_LEGACY_KERAS": "1"} if kind == "tf_keras" else {}
     job = start_ps(kind=kind, partition=kind != "keras", holds=[100, 200], env=env)
-    job.row("holds", 100)
-    job.scale("--ps", "2", "--no-wait")
-    job.release(100)
-    job.row("holds", 200)
-    job.kill("ps 1")
-    job.release(200)
-    job.end()
+    switch_and_crash(job, 100, 200)
     trained_once(job)
 
 
@@ -47,13 +52,7 @@ def test_weights_and_slots_are_the_same_bits_on_other_parameter_servers(tmp_path
 def test_fit_of_tf_keras_goes_on_when_the_cluster_changes(start_ps: StartPS) -> None:
     """A planned switch in the middle of an epoch, then a crash: all epochs end, and the loss falls."""
     job = start_ps(chief=FIT, holds=[80, 150])
-    job.row("holds", 80)
-    job.scale("--ps", "2", "--no-wait")
-    job.release(80)
-    job.row("holds", 150)
-    job.kill("ps 1")
-    job.release(150)
-    job.end()
+    switch_and_crash(job, 80, 150)
     losses = job.row("losses")["losses"]
     assert losses[-1] < losses[0]
     assert {row["pid"] for row in job.rows} == {job.pid("chief")}

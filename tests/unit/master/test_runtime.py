@@ -7,7 +7,7 @@ import fcntl
 import math
 import threading
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -415,6 +415,47 @@ def test_a_repeated_request_is_answered_by_a_journal_that_is_full(tmp_path: Path
         with pytest.raises(JournalFailed):
             await runtime.event(attach("w1"))
         assert await runtime.event(attach("w0"), key) == first
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
+class _HeldJournal(SqliteJournal):
+    """The next write begins, and goes on or fails when the test says so."""
+
+    def __init__(self, path: Path, *, fails: bool) -> None:
+        super().__init__(path)
+        self.begun, self.go_on, self._fails = threading.Event(), threading.Event(), fails
+
+    def append(self, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        if self._fails:
+            self._fails = False
+            raise JournalFailed("The disk is full.")
+        super().append(records, snapshot)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_query_shows_only_what_is_durable(tmp_path: Path, fails: bool) -> None:
+    """It is answered after the commit of the events that it has seen, or without them."""
+
+    async def scenario() -> None:
+        journal = _HeldJournal(tmp_path / "m.db", fails=fails)
+        runtime = Runtime(journal, storage=StorageFake())
+        runtime.start()
+        event = asyncio.create_task(runtime.event(join(), Key("agent", "main", 1)))
+        await asyncio.to_thread(journal.begun.wait, 60)
+        query = asyncio.create_task(runtime.query(p.ListJobs()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not query.done()
+        journal.go_on.set()
+        reply = await query
+        assert isinstance(reply, p.Jobs)
+        assert reply.jobs == (() if fails else ("job",))
+        (found,) = await asyncio.gather(event, return_exceptions=True)
+        assert isinstance(found, JournalFailed) == fails
         await runtime.close()
 
     asyncio.run(scenario())
