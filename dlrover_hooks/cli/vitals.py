@@ -24,7 +24,9 @@ _EVERY_S = 2.0
 _SILENT_S = 20.0
 """A report this old is marked: three were missed."""
 
-_PHASES = ("step ms", "data", "compute", "network", "optimizer", "checkpoint")
+_COMPUTE = ("compute",)
+_SPLIT = ("forward", "backward")
+"""In the place of `_COMPUTE` where the end of the forward pass is known of every rank."""
 
 
 @click.command(short_help="Show what nodes and ranks use.")
@@ -105,8 +107,9 @@ def _ranks(found: JobVitals) -> Table:
     if devices:
         for column in ("GPU", "its memory", "°C", "W"):
             table.add_column(column, justify="right")
-    phases = any(use.phases for use in found.ranks)
-    for column in _PHASES if phases else ():
+    known = [use.phases for use in found.ranks if use.phases]
+    compute = _SPLIT if all(phases.forward_s is not None for phases in known) else _COMPUTE
+    for column in ("step ms", "data", *compute, "network", "optimizer", "checkpoint") if known else ():
         table.add_column(column, justify="right")
     table.add_column()
     for use in found.ranks:
@@ -118,8 +121,8 @@ def _ranks(found: JobVitals) -> Table:
             cells[5] = str(use.processes.processes)
         if devices:
             cells += _device_cells(devices.get(use.rank))
-        if phases:
-            cells += _phase_cells(use.phases)
+        if known:
+            cells += _phase_cells(use.phases, compute)
         table.add_row(*cells, _rank_note(use, devices.get(use.rank)))
     return table
 
@@ -141,11 +144,12 @@ def _tasks(found: JobVitals) -> Table:
     return table
 
 
-def _phase_cells(phases: StepPhases | None) -> list[str]:
-    """Milliseconds per step. "-": the network is not known, and the compute may hold waiting."""
+def _phase_cells(phases: StepPhases | None, compute: tuple[str, ...]) -> list[str]:
+    """Milliseconds per step. "-": the network is not known, and what is in `compute` may hold waiting."""
     if phases is None:
-        return [""] * len(_PHASES)
-    seconds = phases.total_s, phases.data_s, phases.compute_s, phases.network_s, phases.optimizer_s, phases.checkpoint_s
+        return [""] * (5 + len(compute))
+    parts = (phases.forward_s, phases.backward_s) if compute == _SPLIT else (phases.compute_s,)
+    seconds = phases.total_s, phases.data_s, *parts, phases.network_s, phases.optimizer_s, phases.checkpoint_s
     return [f"{1000 * one:.3g}" if one is not None else "-" for one in seconds]
 
 

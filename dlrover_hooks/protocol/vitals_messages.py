@@ -72,6 +72,8 @@ class StepPhases(Message, frozen=True):
     `data`: from the request of a batch until it is handed out. `compute`: from then until this rank's own backward pass
     is done. `network`: from then until the optimizer steps, which is the wait for the gradients of the other ranks.
     `checkpoint`: what a save blocks. What is left of `total_s` is evaluation, logging and the like.
+
+    On a GPU these are times of the GPU. So `data` is the time in which it had nothing to do until the batch was there.
     """
 
     step: Step
@@ -85,6 +87,10 @@ class StepPhases(Message, frozen=True):
     checkpoint_s: Seconds
     network_s: Seconds | None = None
     """None: the end of the own backward pass is not known. `compute` and `optimizer` may then hold waiting."""
+    forward_s: Seconds | None = None
+    """The part of `compute` until the end of the forward pass; None, like the next field: its end is not known."""
+    backward_s: Seconds | None = None
+    """The rest of `compute`."""
     in_step: bool = True
     """False: no other rank waits for the steps of this one, so it is not compared."""
     policy: StragglerPolicy = StragglerPolicy.REPORT

@@ -27,11 +27,12 @@ from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.restored_value_check import listed, own_state, require
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
-from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, on_backward_end, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import leader
 from dlrover_hooks.pytorch.extra_state import Stateful
 from dlrover_hooks.pytorch.loader_kinds import is_training as is_training, keeps_own_state as keeps_own_state
 from dlrover_hooks.pytorch.state_dict import OptimizerForm, exact_optimizer_states, refuse_other_class
+from dlrover_hooks.pytorch.step_phases import time_passes
 from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
 from dlrover_hooks.session import Preempted, Restored
 from dlrover_hooks.step_driver import StepDriver
@@ -213,6 +214,7 @@ class TrainingLoop:
     def add_model(self, module: nn.Module, wrapped: nn.Module) -> None:
         """`module`: the model with its own parameter names. `wrapped`: the framework's wrapper."""
         self.add("model", module)
+        self._undo += [handle.remove for handle in time_passes(self.session.clock, wrapped)]
         if not self.window.loaders:
             handle = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(wrapped))
             self._forward_hooks.append(handle)
@@ -222,8 +224,6 @@ class TrainingLoop:
             orders = self._saved.get("bucket_orders", [])
             saved = orders[len(self._buckets)] if len(self._buckets) < len(orders) else ()
             self._buckets.append(keep_buckets(wrapped, saved))
-            if (hook := on_backward_end(wrapped, self.session.clock.backward_ended)) is not None:
-                self._undo.append(hook.remove)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The unwrapped optimizer; the first one's steps count. Raises UsageError for another class."""

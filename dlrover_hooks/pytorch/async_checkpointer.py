@@ -32,13 +32,13 @@ from dlrover_hooks.pytorch.ddp_exactness import (
     BucketOrder,
     SyncAtEnds,
     never_rebuilds,
-    on_backward_end,
     weigh_gradients,
 )
 from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful
 from dlrover_hooks.pytorch.loader_kinds import keeps_own_state
 from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
+from dlrover_hooks.pytorch.step_phases import time_passes
 from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, refuse
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
@@ -236,8 +236,7 @@ class AsyncCheckpointer:
 
     def _time_phases(self, clock: StepClock) -> None:
         self._hooks.append(self._optimizer.register_step_pre_hook(clock.optimizing))
-        if self._ddp is not None and (hook := on_backward_end(self._ddp, clock.backward_ended)) is not None:
-            self._hooks.append(hook)
+        self._hooks += time_passes(clock, self._ddp if self._ddp is not None else self._whole.model)
         for loader in self._loaders:
             loader.after_batch.append(clock.fetched)
         elastic = [loader for loader in self._loaders if isinstance(loader, ElasticLoader)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
     """
     if never_rebuilds(ddp):
         return False
-    first = next(iter(_reduced(ddp).values()))
+    first = next(iter(reduced(ddp).values()))
     node = torch.autograd.graph.get_gradient_edge(first).node  # DDP keeps it alive
     held = weakref.ref(ddp)
 
@@ -96,29 +96,6 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
 
     node.register_prehook(ahead)
     return True
-
-
-def on_backward_end(ddp: DistributedDataParallel, call: Callable[[], object]) -> RemovableHandle | None:
-    """Call `call` in each synchronised backward, in its thread, when this rank's own work in it is done.
-
-    That is at the first parameter's gradient, which as a rule is the last one. None where the time up to there would
-    say nothing of this rank's own work: the forward pass waits for other ranks, too (buffers that DDP keeps equal, or
-    SyncBatchNorm), a GPU works behind the Python code, or that parameter may have no gradient.
-    """
-    parameters = list(_reduced(ddp).values())
-    waits = ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())
-    waits = waits or any(isinstance(one, nn.SyncBatchNorm) for one in ddp.module.modules())
-    if waits or never_rebuilds(ddp) or any(one.device.type != "cpu" for one in parameters):
-        return None
-    held = weakref.ref(ddp)
-
-    def ended(_: Any) -> None:
-        found = held()
-        if found is not None and found.require_forward_param_sync:  # not within `no_sync`
-            call()
-
-    node = torch.autograd.graph.get_gradient_edge(parameters[0]).node
-    return cast(RemovableHandle, node.register_prehook(ended))
 
 
 def _weighted_sum(group: Any, weight: Callable[[], float], *, told: bool = True) -> Callable[..., Any]:
@@ -204,7 +181,7 @@ class BucketOrder:
         if reason:
             return DdpOutcome(False, reason)
         self.close()
-        parameters = _reduced(self.ddp)
+        parameters = reduced(self.ddp)
         for name, parameter in parameters.items():
             hook = self._noter(name, len(parameters))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -233,7 +210,7 @@ class BucketOrder:
         if reason:
             return DdpOutcome(False, reason)
         self.close()
-        parameters = _reduced(self.ddp)
+        parameters = reduced(self.ddp)
         kept = {name: p.grad for name, p in parameters.items()}
         try:
             self._backward([parameters[name] for name in self.names])
@@ -247,7 +224,7 @@ class BucketOrder:
             return "with fewer than 3 ranks the order of summation does not matter"
         if self.ddp._has_rebuilt_buckets:
             return "DDP has built its final buckets already"
-        if sorted(self.names) != sorted(_reduced(self.ddp)):
+        if sorted(self.names) != sorted(reduced(self.ddp)):
             return "the recorded parameters are not those of this model"
         return ""
 
@@ -272,7 +249,7 @@ class BucketOrder:
         self._ready.clear()
 
 
-def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+def reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters whose gradients DDP reduces, by name."""
     named: Iterator[tuple[str, torch.nn.Parameter]] = ddp.module.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore}
@@ -304,7 +281,7 @@ def _would_notice(ddp: DistributedDataParallel) -> str:
         return f"the communication hook {_hook_names(ddp)} may keep state of what it reduces"
     if any(getattr(module, "sparse", False) is True for module in ddp.module.modules()):
         return "the model has sparse gradients"
-    for name, p in _reduced(ddp).items():
+    for name, p in reduced(ddp).items():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             return f"parameter {name!r} has gradient hooks of its own"
     return ""

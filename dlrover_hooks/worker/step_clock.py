@@ -1,4 +1,4 @@
-"""Measures where a worker's steps spend their time: data, compute, network, optimizer, checkpoint."""
+"""Measures where a worker's steps spend their time: data, forward, backward, network, optimizer, checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from dlrover_hooks.protocol import StepPhases
+from dlrover_hooks.worker.device_timeline import DeviceEvents, DeviceTimeline
 
 WINDOW_S = 10.0
 """Least length of a window: long enough for the mean of noisy steps, and one message in ten heartbeats."""
@@ -24,21 +25,29 @@ MOST_STEPS = 4096
 
 class _Part(enum.IntEnum):
     DATA = 0
-    COMPUTE = 1
-    NETWORK = 2
-    OPTIMIZER = 3
-    CHECKPOINT = 4
-    OTHER = 5
+    FORWARD = 1
+    BACKWARD = 2
+    NETWORK = 3
+    OPTIMIZER = 4
+    CHECKPOINT = 5
+    OTHER = 6
 
 
 _PARTS = len(_Part)
 
 
+class _Flags(msgspec.Struct, frozen=True):
+    """What is known of a step. `apart`: its compute holds no waiting for other ranks. `forward`: its end was seen."""
+
+    apart: bool
+    forward: bool
+
+
 class _Timed(msgspec.Struct, frozen=True):
-    """Seconds of one step, in the order of `_Part`. `apart`: its compute holds no waiting for other ranks."""
+    """Seconds of one step, in the order of `_Part`. If the end of its forward pass was not seen, BACKWARD has both."""
 
     seconds: list[float]
-    apart: bool
+    seen: _Flags
 
 
 class StepClock:
@@ -56,7 +65,9 @@ class StepClock:
         self._now, self._last = now, now()
         self._seconds, self._stepped, self._ends = [0.0] * _PARTS, False, 0
         self._apart, self._fetched, self._optimizes, self._begun, self._in_step = False, False, False, False, True
+        self._forward = False
         self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
+        self._device: DeviceTimeline[_Flags] | None = None
         self._window_from: float | None = None
         self._micro_batches: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, False)
 
@@ -64,17 +75,31 @@ class StepClock:
         """`counted` returns `micro_batches`, `total_micro_batches` and `rebalanced` of `StepPhases`, at each window."""
         self._micro_batches = counted
 
+    def measure_on_device(self, events: DeviceEvents) -> None:
+        """From now on the parts of a step are those of a device that works behind the Python code. Once for a clock."""
+        if self._device is None:
+            self._device = DeviceTimeline(events, _PARTS)
+
     def boundary(self) -> None:
         """The next batch is requested. After a step, that step is over."""
         now = self._now()
         waits = self._fetched and not self._stepped  # a micro-batch; otherwise a step is over, or an epoch began
-        self._seconds[_Part.COMPUTE if waits else _Part.OTHER] += now - self._last
+        part = _Part.BACKWARD if waits else _Part.OTHER
+        self._seconds[part] += now - self._last
         self._last = now
+        if self._device is not None:
+            self._device.mark(part)
         if not self._stepped:
             return
-        if self._begun and self._fetched and self._optimizes:  # there are adapters that do not make these calls
-            self._steps.append(_Timed(self._seconds, self._apart and self._ends == 1))
+        seen = _Flags(self._apart and self._ends == 1, self._forward)
+        complete = self._begun and self._fetched and self._optimizes  # there are adapters that do not make these calls
+        if self._device is not None:
+            self._device.end_step(seen, complete)
+            self._steps.extend(_Timed(*one) for one in self._device.measured())
+        elif complete:
+            self._steps.append(_Timed(self._seconds, seen))
         self._stepped, self._ends, self._apart, self._fetched, self._optimizes = False, 0, False, False, False
+        self._forward = False
         self._begun = True  # the first step may compile, or load libraries
         self._seconds = [0.0] * _PARTS
 
@@ -83,6 +108,8 @@ class StepClock:
         now = self._now()
         self._seconds[_Part.CHECKPOINT] += now - self._last
         self._last = now
+        if self._device is not None:
+            self._device.mark(_Part.CHECKPOINT)
 
     def fetched(self, in_step: bool = True) -> None:
         """A batch is handed out. `in_step`: see `StepPhases`."""
@@ -90,26 +117,45 @@ class StepClock:
         self._seconds[_Part.DATA] += now - self._last
         self._last = now
         self._fetched, self._in_step = True, in_step
+        if self._device is not None:
+            self._device.mark(_Part.DATA)
+
+    def forward_ended(self) -> None:
+        """A forward pass of a micro-batch is over. Ignored outside of a step, such as in an evaluation."""
+        if self._stepped or not self._fetched:
+            return
+        now = self._now()
+        self._seconds[_Part.FORWARD] += now - self._last
+        self._last, self._forward = now, True
+        if self._device is not None:
+            self._device.mark(_Part.FORWARD)
 
     def backward_ended(self) -> None:
         """This rank's gradients are all computed, and the last of them is about to be reduced."""
         now = self._now()
-        self._seconds[_Part.COMPUTE] += now - self._last
+        self._seconds[_Part.BACKWARD] += now - self._last
         self._last = now
         self._ends += 1
+        if self._device is not None:
+            self._device.mark(_Part.BACKWARD)
 
     def optimizing(self, *_: object) -> None:
         """The optimizer begins its step: all gradients are reduced. May be its pre-hook; ignores the arguments."""
         now = self._now()
-        self._seconds[_Part.NETWORK if self._ends else _Part.COMPUTE] += now - self._last
+        part = _Part.NETWORK if self._ends else _Part.BACKWARD
+        self._seconds[part] += now - self._last
         self._last = now
         self._apart, self._optimizes = self._ends == 1, True
+        if self._device is not None:
+            self._device.mark(part)
 
     def stepped(self) -> None:
         """The optimizer has made its step."""
         now = self._now()
         self._seconds[_Part.OPTIMIZER] += now - self._last
         self._last, self._stepped = now, True
+        if self._device is not None:
+            self._device.mark(_Part.OPTIMIZER)
 
     def window(self, step: int, now: float) -> StepPhases | None:
         """The window since the last one, once it is long enough. `step`: the last one made. `now`: monotonic."""
@@ -126,21 +172,24 @@ class StepClock:
 
 def summary(taken: list[_Timed], step: int, window_s: float, *, in_step: bool) -> StepPhases:
     """The means over the steps of a window, without the slowest. `taken`: at least one; `in_step`: see `StepPhases`."""
-    means = [_mean(part) for part in zip(*(one.seconds for one in taken), strict=True)]
-    saved = sum(one.seconds[_Part.CHECKPOINT] for one in taken) / len(taken)  # few steps save: they count
-    apart = all(one.apart for one in taken)
-    compute, network = means[_Part.COMPUTE], means[_Part.NETWORK]
+    parts = list(zip(*(one.seconds for one in taken), strict=True))
+    apart, split = all(one.seen.apart for one in taken), all(one.seen.forward for one in taken)
+    forward, network = _mean(parts[_Part.FORWARD]), _mean(parts[_Part.NETWORK])
+    compute = _mean(map(sum, zip(parts[_Part.FORWARD], parts[_Part.BACKWARD], strict=True)))
+    compute = compute if apart else compute + network
     return StepPhases(
         step=step,
         steps=len(taken),
         window_s=window_s,
         total_s=_mean(sum(one.seconds) for one in taken),
-        data_s=means[_Part.DATA],
-        compute_s=compute if apart else compute + network,
-        optimizer_s=means[_Part.OPTIMIZER],
-        checkpoint_s=saved,
+        data_s=_mean(parts[_Part.DATA]),
+        compute_s=compute,
+        optimizer_s=_mean(parts[_Part.OPTIMIZER]),
+        checkpoint_s=sum(parts[_Part.CHECKPOINT]) / len(taken),  # few steps save: they count
         network_s=network if apart else None,
         in_step=in_step,
+        forward_s=forward if split else None,
+        backward_s=max(0.0, compute - forward) if split else None,
     )
 
 

@@ -39,9 +39,10 @@ from dlrover_hooks.integrations.lightning.recovery import FitRounds
 from dlrover_hooks.integrations.lightning.state_beside_optimizer import StateBesideOptimizer
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
-from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, on_backward_end, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, leader, loss_scale
 from dlrover_hooks.pytorch.state_dict import exact_optimizer_states, refuse_other_class
+from dlrover_hooks.pytorch.step_phases import time_passes
 from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
@@ -312,6 +313,9 @@ class ElasticCallback(Callback):
         self._hooks.append(trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped()))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
+        self._hooks += time_passes(
+            session.clock, pl_module if trainer.strategy.model is None else trainer.strategy.model
+        )
         if self.restored is not None:
             self._resume(trainer, self.restored)
         elif trainer.ckpt_path is not None:
@@ -357,8 +361,6 @@ class ElasticCallback(Callback):
             if not outcome:
                 rank_zero_info(f"dlrover-hooks weighs losses instead of gradients: {outcome.reason}")
         self._buckets = keep_buckets(model, saved)
-        if self.session is not None and (hook := on_backward_end(model, self.session.clock.backward_ended)) is not None:
-            self._hooks.append(hook)
 
     def _weight(self, otherwise: float) -> float:
         loader = leader(list(self._loaders.values()))
@@ -370,6 +372,8 @@ class ElasticCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Weight the gradient of the loss for short and unevenly shared steps, without changing its value."""
+        if self.session is not None:
+            self.session.clock.forward_ended()
         loader = leader(list(self._loaders.values()))
         if self.session is None or loader is None:
             return

@@ -87,6 +87,10 @@ class LoopEvents(Protocol):
         """An epoch begins. `given`: the arguments of `_run_epoch`, which may be changed."""
         ...
 
+    def forward_ended(self) -> None:
+        """The loss of a micro-batch is computed."""
+        ...
+
     def pauses(self) -> None:
         """A step, or an epoch, is over; what is due is logged, evaluated and saved next, with collectives."""
         ...
@@ -169,6 +173,8 @@ class _ElasticLoop(Trainer):
         )
         if (weights := self.elastic.weights) is None:
             return found
+        if weights.inside:
+            self.elastic.forward_ended()
         if return_outputs:
             return weights.weighed(found[0], num_items_in_batch), found[1]
         return weights.weighed(found, num_items_in_batch)

@@ -276,6 +276,11 @@ class ElasticTraining:
             given["resume_from_checkpoint"] = private.OURS
         self._part.epoch_begins(given)
 
+    def forward_ended(self) -> None:
+        """The forward pass of a micro-batch is over; the backward pass follows."""
+        if self.loop is not None:
+            self.loop.session.clock.forward_ended()
+
     def pauses(self) -> None:
         """Take a step snapshot: evaluation and saves have collectives, in which a worker may be lost."""
         loop, step = self.loop, self._trainer.state.global_step

@@ -23,6 +23,7 @@ from dlrover_hooks import AsyncCheckpointer, ShardDataset, elastic_loader
 from dlrover_hooks.integrations.keras import ElasticCallback as KerasCallback
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.protocol import StepPhases
+from dlrover_hooks.pytorch import step_phases
 from dlrover_hooks.worker import reporter
 from dlrover_hooks.worker.step_clock import WINDOW_STEPS, StepClock
 from tests.integrations.test_lightning_private_api import Net, trainer
@@ -118,8 +119,96 @@ def test_lightning(clocks: Clocks, tmp_path: Path, strategy: str, accumulate: in
     assert found.optimizer_s == OPTIMIZER_S
     assert found.network_s == (NETWORK_S if strategy == "ddp" else None)
     between = (accumulate - 1) * (NETWORK_S + 13.0)
+    assert found.forward_s == accumulate * COMPUTE_S
+    assert found.backward_s == between + (0.0 if strategy == "ddp" else NETWORK_S)
     assert found.compute_s == accumulate * COMPUTE_S + between + (0.0 if strategy == "ddp" else NETWORK_S)
     assert found.total_s == found.data_s + found.compute_s + found.optimizer_s + 13.0 + (found.network_s or 0.0)
+
+
+class Doubles(torch.autograd.Function):
+    """Its backward pass takes its time."""
+
+    clocks: Clocks
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        Doubles.clocks.now += NETWORK_S
+        return grads[0] * 2
+
+
+class Timed(torch.nn.Linear):
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__(1, 1)
+        Doubles.clocks = self.clocks = clocks
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.clocks.now += COMPUTE_S
+        return Doubles.apply(super().forward(batch))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("own_group")
+def test_a_plain_loop_with_ddp(clocks: Clocks, compiled: bool) -> None:
+    """An evaluation between two steps is no part of the forward pass. A compiled model is not taken apart."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    net = torch.nn.parallel.DistributedDataParallel(Timed(clocks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = elastic_loader(DataLoader(Samples(clocks), batch_size=1), optimizer=optimizer)
+    call = torch.compile(net, backend="eager") if compiled else net
+    with AsyncCheckpointer(model=net, optimizer=optimizer, loader=loader):
+        for batch in loader:
+            optimizer.zero_grad()
+            call(batch).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                net(batch)
+    found = clocks.phases()
+    assert found.compute_s == COMPUTE_S + NETWORK_S
+    assert found.network_s == 0.0
+    assert (found.forward_s, found.backward_s) == ((None, None) if compiled else (COMPUTE_S, NETWORK_S))
+    assert found.total_s == found.data_s + found.compute_s + COMPUTE_S
+
+
+class SlowModel(torch.nn.Module):
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__()
+        self.layer, self.clocks = torch.nn.Linear(1, 1), clocks
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.clocks.now += COMPUTE_S
+        return {"loss": self.layer(x).mean()}
+
+
+class Named(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": super().__getitem__(index)}
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_transformers(clocks: Clocks, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from dlrover_hooks.integrations.transformers import elastic_trainer
+
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1,
+        use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = Trainer(SlowModel(clocks), arguments, train_dataset=Named(clocks, 2 * STEPS))
+    elastic_trainer(trainer).train()
+    found = clocks.phases()
+    assert (found.data_s, found.forward_s, found.backward_s) == (2 * DATA_S, 2 * COMPUTE_S, 0.0)
+
+
+def test_a_hook_does_not_break_the_graph_of_a_compiled_model(clocks: Clocks) -> None:
+    net = torch.nn.Linear(1, 1)
+    net.register_forward_hook(step_phases.after_forward(clocks.make().forward_ended))
+    whole = torch.compile(net, backend="eager", fullgraph=True)
+    assert torch.equal(whole(torch.ones(1, 1)), net(torch.ones(1, 1)))
 
 
 @pytest.mark.parametrize("world", [1, 2])

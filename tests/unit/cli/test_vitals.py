@@ -149,3 +149,11 @@ def test_the_parts_of_a_step(master: LiveMaster) -> None:
     lines = [" ".join(line.split()) for line in called("job", *at(master)).output.splitlines()]
     assert any("step ms data compute network optimizer checkpoint" in line for line in lines), lines
     assert any("210 10 120 50 20 1" in line for line in lines), lines
+
+
+def test_compute_is_shown_as_forward_and_backward_if_both_are_known(master: LiveMaster) -> None:
+    phases = p.StepPhases(41, 50, 10.0, 0.21, 0.01, 0.12, 0.02, 0.001, 0.05, 0.04, 0.08)
+    master.client("agent").call(p.Heartbeat("job", "w1", 41, phases=phases))
+    lines = [" ".join(line.split()) for line in called("job", *at(master)).output.splitlines()]
+    assert any("step ms data forward backward network optimizer checkpoint" in line for line in lines), lines
+    assert any("210 10 40 80 50 20 1" in line for line in lines), lines

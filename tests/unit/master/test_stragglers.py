@@ -14,15 +14,7 @@ from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
 from dlrover_hooks.protocol import StepPhase, StepPhases, StragglerPolicy
 from dlrover_hooks.worker.step_clock import WINDOW_STEPS, StepClock
 from tests.e2e.job_script import attach, join
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.simulated_gpu import SimulatedClock, SimulatedGpu
 
 Extra = Callable[[int, int, StepPhase | None], float]
 """Additional seconds of (rank, step, phase); phase None: between the step and the next batch."""
@@ -31,25 +23,34 @@ Extra = Callable[[int, int, StepPhase | None], float]
 class SimulatedJob:
     """Synchronous training in simulated time: real clocks of its ranks, and the real core of its master.
 
-    Each rank's phases take their seconds with noise, and the gradients are there once the last rank is ready.
+    Each rank's phases take their seconds with noise, and the gradients are there once the last rank is ready. On
+    `gpus` Python only loads the data, and queues the rest.
     """
 
-    def __init__(self, ranks: int, seed: int, extra: Extra, noise: float = 0.2, *, apart: bool = True) -> None:
+    def __init__(
+        self, ranks: int, seed: int, extra: Extra, noise: float = 0.2, *, apart: bool = True, gpus: bool = False
+    ) -> None:
         self.random, self.extra, self.noise, self.ranks, self.apart = random.Random(seed), extra, noise, ranks, apart
         self.state, self.nodes = job_registry.Master(), Nodes()
         job_registry.apply(self.state, join(count=ranks, low=ranks, high=ranks, lives="w"), 0.0)
         for rank in range(ranks):
             job_registry.apply(self.state, attach(f"w{rank}"), 0.0)
-        self.times = [Clock() for _ in range(ranks)]
+        self.times = [SimulatedClock() for _ in range(ranks)]
         self.clocks = [StepClock(now) for now in self.times]
+        self.gpus = [SimulatedGpu(now) for now in self.times] if gpus else []
+        for clock, gpu in zip(self.clocks, self.gpus, strict=False):
+            clock.measure_on_device(gpu)
         self.said: list[str] = []
         self.ends: list[EndSlow | Reshare] = []
         self.policy = StragglerPolicy.REPORT
         self.step, self.beaten_at = 0, 0.0
 
     def work(self, rank: int, phase: StepPhase | None, seconds: float) -> None:
-        noisy = seconds * self.random.lognormvariate(0.0, self.noise)
-        self.times[rank].now += noisy + self.extra(rank, self.step, phase)
+        taken = seconds * self.random.lognormvariate(0.0, self.noise) + self.extra(rank, self.step, phase)
+        if self.gpus and phase in (StepPhase.COMPUTE, StepPhase.OPTIMIZER):
+            self.gpus[rank].launch(taken)
+        else:
+            self.times[rank].now += taken
 
     def run(self, steps: int) -> list[str]:
         """Make steps of about 0.2 s, with a heartbeat of each rank every second; what is logged."""
@@ -65,9 +66,13 @@ class SimulatedJob:
                 self.work(rank, StepPhase.COMPUTE, 0.12)
                 if self.apart:
                     clock.backward_ended()
-            reduced = max(time.now for time in self.times) + 0.01
+            ready = [gpu.free_at for gpu in self.gpus] or [time.now for time in self.times]
+            reduced = max(ready) + 0.01
             for rank, clock in enumerate(self.clocks):
-                self.times[rank].now = reduced
+                if self.gpus:
+                    self.gpus[rank].wait_until(reduced)
+                else:
+                    self.times[rank].now = reduced
                 clock.optimizing()
                 self.work(rank, StepPhase.OPTIMIZER, 0.02)
                 clock.stepped()
@@ -106,17 +111,22 @@ def healthy(rank: int, step: int, phase: StepPhase | None) -> float:
 def test_of_healthy_jobs_no_rank_is_reported_or_replaced() -> None:
     """200 jobs of all policies, with noisy steps, evaluations and slow saves."""
     for seed in range(200):
-        job = SimulatedJob(2 + seed % 4, seed, healthy, noise=0.1 + 0.1 * (seed % 5), apart=seed % 3 > 0)
+        kind = {"apart": seed % 3 > 0, "gpus": seed % 4 == 3}
+        job = SimulatedJob(2 + seed % 4, seed, healthy, noise=0.1 + 0.1 * (seed % 5), **kind)
         job.policy = tuple(StragglerPolicy)[seed % 3]
         assert job.run(400) == job.ends == [], f"seed {seed}"
 
 
+@pytest.mark.parametrize("gpus", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize(("phase", "seconds"), [("data", 0.1), ("compute", 0.12), ("optimizer", 0.06)])
-def test_a_slow_rank_is_named_within_the_windows(ranks: int, phase: str, seconds: float) -> None:
+def test_a_slow_rank_is_named_within_the_windows(ranks: int, phase: str, seconds: float, gpus: bool) -> None:
     slow, which = ranks - 1, StepPhase(phase)
-    job = SimulatedJob(ranks, ranks, lambda rank, _, at: seconds * (rank == slow and at is which), noise=0.1)
-    said = job.run(4 * 60)
+    behind_s = 0.12 if gpus and which is StepPhase.DATA else 0.0  # while the GPU works, Python loads the next batch
+    job = SimulatedJob(
+        ranks, ranks, lambda rank, _, at: (seconds + behind_s) * (rank == slow and at is which), noise=0.1, gpus=gpus
+    )
+    said = job.run(5 * 60)
     assert len(said) == 1, said
     assert said[0].startswith(f"rank {slow} (")
     assert f" is slow: its {phase} takes " in said[0]
@@ -180,7 +190,7 @@ def test_ranks_that_all_differ_are_not_slow() -> None:
 
 
 def test_a_window_has_enough_steps_and_leaves_out_the_slowest() -> None:
-    now = Clock()
+    now = SimulatedClock()
     clock = StepClock(now)
     assert clock.window(0, 0.0) is None
     for step in range(WINDOW_STEPS + 2):  # the first one does not count
@@ -202,7 +212,7 @@ def test_a_window_has_enough_steps_and_leaves_out_the_slowest() -> None:
 
 
 def test_an_adapter_without_phases_reports_none() -> None:
-    clock = StepClock(Clock())
+    clock = StepClock(SimulatedClock())
     for _ in range(2 * WINDOW_STEPS):
         clock.boundary()
         clock.saved()
