@@ -38,7 +38,7 @@ from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful
 from dlrover_hooks.pytorch.loader_kinds import keeps_own_state
 from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
-from dlrover_hooks.pytorch.step_phases import time_passes
+from dlrover_hooks.pytorch.step_phases import Removable, time_passes
 from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, refuse
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
@@ -128,7 +128,7 @@ class AsyncCheckpointer:
         if shared.get("global_batch_size") is not None:
             _refuse_batch(self.config.global_batch_size, self._loaders)
         self._buckets: BucketOrder | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._sync: SyncAtEnds | None = None
         self._driver: StepDriver | None = None
         if not self.config.disable:

@@ -52,9 +52,10 @@ class Around:
 class EvenLoader(Around):
     """An `ElasticLoader` with the same number of batches on every rank.
 
-    A rank with fewer batches in a step repeats its last one as a ghost. A ghost costs no time, since the other ranks
-    are still computing, and its loss must be multiplied by 0. Only real batches are counted as samples. Other
-    attributes are those of the `ElasticLoader`. Main thread only.
+    A rank with fewer batches in a step has its first one before it as a ghost, once or several times. A ghost costs no
+    time, since the other ranks are computing, and its loss must be multiplied by 0. The last batch of a step is never
+    a ghost. Only real batches are counted as samples. Other attributes are those of the `ElasticLoader`. Main thread
+    only.
     """
 
     def __init__(self, elastic: ElasticLoader) -> None:
@@ -67,7 +68,7 @@ class EvenLoader(Around):
         elastic.evened = True
         self.elastic = elastic
         self.ghost = False
-        """True if the batch last received is a repetition."""
+        """True if the batch last received only stands for one that this rank does not have."""
         self.step_ends = True
         """True if the batch last received is the last one of its step, on every rank."""
 
@@ -77,22 +78,20 @@ class EvenLoader(Around):
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            missing = self._missing() if self.elastic.step_ends else 0
-            spares = [tree_map(lambda leaf: leaf, batch) for _ in range(missing)]  # the loop may empty its containers
-            self.ghost, self.step_ends = False, self.elastic.step_ends and not spares
+            spares = [tree_map(lambda leaf: leaf, batch) for _ in range(self._missing())]  # the loop may empty a dict
+            self.ghost, self.step_ends = True, False
+            yield from spares
+            self.ghost, self.step_ends = False, self.elastic.step_ends
             yield batch
-            for number, spare in enumerate(spares, 1):
-                self.ghost, self.step_ends = True, number == missing
-                yield spare
-        self.step_ends = True
 
     def _missing(self) -> int:
+        """Ghosts before the batch last received: of a step all come first."""
         progress, plan = self.elastic.sampler.progress, self.elastic.sampler.plan
-        done = progress.current()[1]
-        place = progress.base % plan.n
-        if progress.finished and plan.has_tail(place):
-            return tail_batches(plan, place) - done
-        return step_batches(plan) - done
+        step, number = progress.current()
+        if number != 1:
+            return 0
+        most = step_batches(plan) if progress.in_full_step else tail_batches(plan, progress.base % plan.n)
+        return most - step.micro_batches
 
     @property
     def loss_scale(self) -> float:

@@ -55,7 +55,7 @@ class StepClock:
     `backward_ended`, in whichever thread it runs; `window` is called by one other thread.
 
     There are up to ten calls in a step, and each call of a Python function costs it 2 us, as the CPU's caches hold the
-    step's own data by then. Therefore, each method adds up the time itself.
+    step's own data by then. Therefore, most methods add up the time themselves.
 
     Args:
         now: seconds.
@@ -122,13 +122,26 @@ class StepClock:
 
     def forward_ended(self) -> None:
         """A forward pass of a micro-batch is over. Ignored outside of a step, such as in an evaluation."""
+        self._forward = self._forward_part(_Part.FORWARD) or self._forward
+
+    def waits(self) -> None:
+        """The forward pass begins to wait for other ranks. Ignored outside of a step, like the end of that wait."""
+        self._forward_part(_Part.FORWARD)
+
+    def waited(self) -> None:
+        """It goes on."""
+        self._forward_part(_Part.NETWORK)
+
+    def _forward_part(self, part: _Part) -> bool:
+        """False outside of a step, such as in an evaluation."""
         if self._stepped or not self._fetched:
-            return
+            return False
         now = self._now()
-        self._seconds[_Part.FORWARD] += now - self._last
-        self._last, self._forward = now, True
+        self._seconds[part] += now - self._last
+        self._last = now
         if self._device is not None:
-            self._device.mark(_Part.FORWARD)
+            self._device.mark(part)
+        return True
 
     def backward_ended(self) -> None:
         """This rank's gradients are all computed, and the last of them is about to be reduced."""

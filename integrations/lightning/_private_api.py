@@ -199,6 +199,43 @@ def before_each_validation(trainer: Trainer, call: Callable[[], object]) -> None
     cast(Any, loop).run = run
 
 
+def around_training_steps(
+    trainer: Trainer, around: Callable[[Callable[[], Any]], Any], skips: Callable[[], bool]
+) -> None:
+    """With automatic optimization run each batch (training step, backward, optimizer) by `around(run)`.
+
+    A batch for which `skips()` is not run: its outputs are those of the batch before it, and it has no gradients. At
+    the beginning its loss is 0.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    original, outputs = loop.run, {"loss": torch.zeros((), device=trainer.lightning_module.device)}
+
+    def run(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        nonlocal outputs
+        if not skips():
+            outputs = around(lambda: original(optimizer, batch_idx, kwargs))
+        elif (zero_grad := loop._make_zero_grad_fn(batch_idx, optimizer)) is not None:
+            zero_grad()
+        return outputs
+
+    cast(Any, loop).run = run
+
+
+def sync_signals_between_steps(trainer: Trainer) -> None:
+    """Before a batch in the middle of a step, do not broadcast whether rank 0 has received SIGTERM.
+
+    Lightning does so before each batch, and ranks would wait for each other there. For SIGTERM that it does not handle.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._broadcast_sigterm_tensor
+
+    def broadcast() -> None:
+        if not loop._should_accumulate():
+            original()
+
+    cast(Any, loop)._broadcast_sigterm_tensor = broadcast
+
+
 def mode(trainer: Trainer) -> str:
     """How several training loaders are combined. Available from `on_train_start` on."""
     combined = trainer.fit_loop._combined_loader
@@ -222,10 +259,12 @@ def fetches_ahead(trainer: Trainer) -> bool:
 
 
 def unwrap(trainer: Trainer) -> None:
-    """Undo `wrap_train_loaders`, `resume_from`, `before_each_fetch` and `before_each_validation`."""
+    """Undo `wrap_train_loaders`, `resume_from`, and what was put before, around or between the parts of the loop."""
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
-    trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
+    for name in ("_on_before_fetch", "_broadcast_sigterm_tensor"):
+        trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
     trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
+    trainer.fit_loop.epoch_loop.automatic_optimization.__dict__.pop("run", None)
     source = trainer.fit_loop._data_source
     if isinstance(source, _ElasticSource):
         trainer.fit_loop._data_source = source.inner

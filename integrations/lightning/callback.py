@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import signal
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,9 +41,10 @@ from dlrover_hooks.integrations.lightning.state_beside_optimizer import StateBes
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
-from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, leader, loss_scale
+from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, leader, loss_scale, step_batches
+from dlrover_hooks.pytorch.skipped_ghosts import SkippedGhosts
 from dlrover_hooks.pytorch.state_dict import exact_optimizer_states, refuse_other_class
-from dlrover_hooks.pytorch.step_phases import time_passes
+from dlrover_hooks.pytorch.step_phases import Removable, time_passes
 from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
@@ -81,8 +83,8 @@ class ElasticCallback(Callback):
         grace: time from such a signal until the worker is killed: a duration, or seconds.
         step_timeout: time without a step after which the log says where the worker is; `"auto"` learns it.
         on_stall: what to do then: `"warn"`, `"dump"`, `"restart-rank"` or `"restart-round"`.
-        on_straggler: what to do when this rank is slow and the others wait for it: `"report"`, `"relaunch"` or
-            `"exclude"`; `"rebalance"` only reports here, as Lightning runs equally many batches on every rank.
+        on_straggler: what to do when this rank is slow and the others wait for it: `"report"`, `"rebalance"`,
+            `"relaunch"` or `"exclude"`.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
@@ -141,8 +143,9 @@ class ElasticCallback(Callback):
         self._own: OwnLoaders | None = None
         self._units: BatchUnits | None = None
         self._weighed = False
+        self._ghosts: SkippedGhosts | None = None
         self._buckets: BucketOrder | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._beside: StateBesideOptimizer | None = None
         self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
@@ -313,6 +316,7 @@ class ElasticCallback(Callback):
         self._hooks.append(trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped()))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
+            self._skip_ghosts(trainer, session)
         self._hooks += time_passes(
             session.clock, pl_module if trainer.strategy.model is None else trainer.strategy.model
         )
@@ -361,6 +365,29 @@ class ElasticCallback(Callback):
             if not outcome:
                 rank_zero_info(f"dlrover-hooks weighs losses instead of gradients: {outcome.reason}")
         self._buckets = keep_buckets(model, saved)
+
+    def _skip_ghosts(self, trainer: Trainer, session: Session) -> None:
+        """Let ranks compute different numbers of micro-batches, where that is possible. Call it with DDP."""
+        loader = leader(list(self._loaders.values()))
+        counts = self._units is not None and not self._units.scheduled
+        if loader is None or not counts or not trainer.lightning_module.automatic_optimization:
+            return
+        self._ghosts = SkippedGhosts(loader)
+        session.clock.count_micro_batches(self._ghosts.micro_batches)
+        if step_batches(loader.sampler.plan) > 1:
+            private.around_training_steps(trainer, self._watched, self._skips)
+            if signal.SIGTERM in session.parting.signals.numbers:
+                private.sync_signals_between_steps(trainer)
+
+    def _skips(self) -> bool:
+        loader = leader(list(self._loaders.values()))
+        return self._ghosts is not None and self._ghosts.rebalanced and isinstance(loader, EvenLoader) and loader.ghost
+
+    def _watched(self, micro_batch: Callable[[], Any]) -> Any:
+        loader = leader(list(self._loaders.values()))
+        if self._ghosts is None or loader is None:
+            return micro_batch()
+        return self._ghosts.run(micro_batch, last=loader.step_ends)
 
     def _weight(self, otherwise: float) -> float:
         loader = leader(list(self._loaders.values()))
@@ -469,7 +496,7 @@ class ElasticCallback(Callback):
         names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
-        self._driver = self._buckets = self._units = self._own = self._survivor = self._beside = None
+        self._driver = self._buckets = self._units = self._own = self._survivor = self._beside = self._ghosts = None
         self._weighed = False
         self._handover = {name: marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()

@@ -6,6 +6,7 @@ Seen in transformers 5.20 and 5.23, and TRL 1.16.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -41,13 +42,15 @@ class BatchWeights(Protocol):
     """True in the training step of a micro-batch; False where a loss is computed for something else."""
     ghost: bool
     """True if the current micro-batch only repeats one."""
+    accumulates: bool
+    """True if a step has several micro-batches on each process."""
 
     def micro_batch(self) -> None:
         """The training step of the next micro-batch begins."""
         ...
 
-    def repeated(self) -> contextlib.AbstractContextManager[object]:
-        """What holds in the training step of a micro-batch that only repeats one."""
+    def trained(self, step: Callable[[], Any]) -> Any:
+        """The loss of `step`, the training step of a micro-batch that may only repeat one, or be one of several."""
         ...
 
     def weighed(self, loss: Any, counted: Any) -> Any:
@@ -158,10 +161,9 @@ class _ElasticLoop(Trainer):
             return super().training_step(*args, **kwargs)
         weights.micro_batch()
         try:
-            if not weights.ghost:
+            if not weights.ghost and not weights.accumulates:
                 return super().training_step(*args, **kwargs)
-            with weights.repeated():
-                return super().training_step(*args, **kwargs)
+            return weights.trained(functools.partial(super().training_step, *args, **kwargs))
         finally:
             weights.inside = False
 

@@ -263,6 +263,8 @@ class ElasticTraining:
         loop.add_model(trainer.model, trainer.model_wrapped)
         ddp = isinstance(trainer.model_wrapped, DistributedDataParallel)
         loop.passing = [trainer.model_wrapped] if ddp else []
+        if ddp and self.weights is not None:
+            loop.session.clock.count_micro_batches(self.weights.ghosts.micro_batches)
         loop.add_optimizer(trainer.optimizer.optimizer)
         loop.add("scheduler", trainer.lr_scheduler)
         if trainer.accelerator.scaler is not None:

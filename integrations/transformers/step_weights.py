@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from transformers import Trainer
 
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.integrations.transformers import _private_api as private
-from dlrover_hooks.pytorch.even_batches import EvenLoader, mean_scale
+from dlrover_hooks.pytorch.even_batches import EvenLoader, mean_scale, step_batches
+from dlrover_hooks.pytorch.skipped_ghosts import SkippedGhosts
 
 IGNORED = -100
 """Label that counts in no loss."""
@@ -27,6 +28,9 @@ class StepWeights:
     def __init__(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
         self._trainer, self._loader = trainer, loader
         self._even, self._progress, self._full_scale = not isinstance(loader, EvenLoader), loader.sampler.progress, 0.0
+        self.ghosts = SkippedGhosts(loader)
+        self.accumulates = step_batches(loader.sampler.plan) > 1
+        """Several micro-batches of a step are run here, ghosts included."""
         self._scales: list[float] = []
         self._number = -1
         self.ghost = False
@@ -55,9 +59,13 @@ class StepWeights:
         self._number += 1
         self.ghost = self._scales[self._number] == 0.0
 
-    def repeated(self) -> contextlib.AbstractContextManager[object]:
-        """What holds in the training step of a micro-batch that only repeats one."""
-        return private.uncounted(self._trainer)
+    def trained(self, step: Callable[[], Any]) -> Any:
+        """The loss of `step`, the training step of the current micro-batch; 0 for a ghost that is left out."""
+        last = self._number == len(self._scales) - 1
+        if self.ghost and not last and self.ghosts.rebalanced:
+            return torch.zeros((), device=self._trainer.args.device)
+        with private.uncounted(self._trainer) if self.ghost else contextlib.nullcontext():
+            return self.ghosts.run(step, last=last)
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -271,127 +269,3 @@ def test_a_planned_job_gets_another_node_for_a_slow_one(launch: Callable[..., La
     assert code == 0, said
     assert "worker-1 ended" not in said, "a replacement is no failure"
     each_step_has_its_batch(tmp_path)
-
-
-SHARED = """
-    from pathlib import Path
-
-    import torch
-    import torch.distributed as dist
-    from dlrover_hooks import AsyncCheckpointer, elastic_loader, elastic_run
-    from dlrover_hooks.worker import step_clock
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, Dataset
-
-    step_clock.WINDOW_S = 0.5
-    STEPS = int(os.environ["STEPS"])
-
-    def record(text):
-        fd = os.open("batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(fd, (text + chr(10)).encode())
-        os.close(fd)
-
-    class Samples(Dataset):
-        def __len__(self):
-            return 600
-
-        def __getitem__(self, index):
-            return index, torch.randn(4, generator=torch.Generator().manual_seed(index))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Linear(4, 1, dtype=torch.float64)
-
-        def forward(self, batch):
-            seconds = float(os.environ["SLOW_S"]) if dist.get_rank() == 1 else float(os.environ["FAST_S"])
-            until = time.perf_counter() + seconds
-            while time.perf_counter() < until:
-                pass
-            return self.one(batch.double())
-
-    def main():
-        dist.init_process_group("gloo")
-        torch.manual_seed(5)
-        net = DistributedDataParallel(Model())
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        batches = DataLoader(Samples(), batch_size=2, shuffle=True)
-        loader = elastic_loader(batches, optimizer=optimizer, global_batch_size=16)
-        uneven = len(set(loader.sampler.plan.shares)) > 1
-        with AsyncCheckpointer(model=net, optimizer=optimizer, loader=loader) as saves:
-            last = saves.step + 40 if uneven else STEPS  # of a slow job: 40 steps after the change
-            for epoch in loader.epochs(1 << 30):
-                for ids, batch in loader:
-                    shares = ",".join(map(str, loader.sampler.plan.shares))
-                    record(f"{saves.step} {shares} {time.time()} {dist.get_rank()} " + " ".join(map(str, ids.tolist())))
-                    optimizer.zero_grad()
-                    net(batch).square().mean().backward()
-                    optimizer.step()
-                    if saves.step == last:
-                        break
-                if saves.step == last:
-                    break
-        if dist.get_rank() == 0:
-            Path("weights").write_text(json.dumps(torch.cat([one.flatten() for one in net.parameters()]).tolist()))
-
-    RUN
-    """
-
-
-class Batch(NamedTuple):
-    step: int
-    shares: tuple[int, ...]
-    at: float
-    rank: int
-    samples: tuple[int, ...]
-
-
-def shared(folder: Path) -> list[Batch]:
-    lines = [line.split() for line in (folder / "batches").read_text().splitlines()]
-    return [
-        Batch(int(step), tuple(map(int, shares.split(","))), float(at), int(rank), tuple(map(int, samples)))
-        for step, shares, at, rank, *samples in lines
-    ]
-
-
-def samples_of_steps(batches: list[Batch]) -> dict[int, list[int]]:
-    """The samples that the last attempt at each step trained on."""
-    found: dict[int, tuple[tuple[int, ...], list[int]]] = {}
-    for one in batches:
-        shares, samples = found.setdefault(one.step, (one.shares, []))
-        if shares != one.shares:  # it was interrupted, and is made again with other shares
-            found[one.step] = one.shares, list(one.samples)
-        else:
-            samples += one.samples
-    return {step: sorted(samples) for step, (_, samples) in found.items()}
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(290)
-@pytest.mark.parametrize("run", ["elastic_run(main)()", "main()"])
-def test_a_slow_rank_gets_fewer_micro_batches(launch: Callable[..., Launched], tmp_path: Path, run: str) -> None:
-    """Each step trains on the samples that it has without a slow rank, and the weights are equal."""
-    script, two = SHARED.replace("RUN", run), ("--nproc-per-node", "2", "--max-restarts", "0", "--standby", "0")
-    times = {"FAST_S": "0.01", "SLOW_S": "0.04"}
-    job = launch(script, *two, STEPS="-1", DLROVER_HOOKS_ON_STRAGGLER="rebalance", **times)
-    code, said = job.end(150.0)
-    assert code == 0, said
-    reason = r"rank 1 \(.*\) is slow: its compute takes .* A micro-batch takes it \S+ times as long as the others"
-    done = r"it runs [123] of 8 in a step now, was 4 \(1 of 3 actions because of slow ranks\)"
-    assert re.search(f"{reason}: {done}", said), said
-    batches = shared(tmp_path)
-    uneven = batches[-1].shares
-    assert (sum(uneven), uneven[1] < 4, batches[0].shares) == (8, True, (4, 4))
-    if run != "main()":
-        assert "recovered in round 2 as rank 0 of 2" in said
-        assert said.count(" has pid ") == 2, "no process was replaced"
-    slow_weights = json.loads((tmp_path / "weights").read_text())
-    for name in ("batches", "weights"):
-        (tmp_path / name).unlink()
-    steps = str(max(one.step for one in batches) + 1)
-    calm = launch(SHARED.replace("RUN", "main()"), *two, STEPS=steps, SLOW_S="0", FAST_S="0")
-    code, said = calm.end(120.0)
-    assert code == 0, said
-    assert samples_of_steps(batches) == samples_of_steps(shared(tmp_path))
-    assert json.loads((tmp_path / "weights").read_text()) == pytest.approx(slow_weights, rel=1e-9)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset
 
@@ -150,27 +151,63 @@ class Timed(torch.nn.Linear):
         return Doubles.apply(super().forward(batch))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+BROADCAST_S = 17.0
+"""Of the buffers, at the beginning of each forward pass."""
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled", "with buffers", "with unused parameters", "static"])
 @pytest.mark.usefixtures("own_group")
-def test_a_plain_loop_with_ddp(clocks: Clocks, compiled: bool) -> None:
+def test_a_plain_loop_with_ddp(clocks: Clocks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation between two steps is no part of the forward pass. A compiled model is not taken apart."""
+    inner = DistributedDataParallel._sync_buffers
+
+    def broadcast(ddp: DistributedDataParallel) -> None:
+        clocks.now += BROADCAST_S
+        inner(ddp)
+
+    monkeypatch.setattr(DistributedDataParallel, "_sync_buffers", broadcast)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    net = torch.nn.parallel.DistributedDataParallel(Timed(clocks))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, buffers = Timed(clocks), kind == "with buffers"
+    if buffers:
+        net.register_buffer("frequencies", torch.ones(1))
+    unused, static = kind == "with unused parameters", kind == "static"
+    ddp = DistributedDataParallel(net, find_unused_parameters=unused, static_graph=static)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     loader = elastic_loader(DataLoader(Samples(clocks), batch_size=1), optimizer=optimizer)
-    call = torch.compile(net, backend="eager") if compiled else net
-    with AsyncCheckpointer(model=net, optimizer=optimizer, loader=loader):
+    call = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
+    with AsyncCheckpointer(model=ddp, optimizer=optimizer, loader=loader):
         for batch in loader:
             optimizer.zero_grad()
             call(batch).sum().backward()
             optimizer.step()
             with torch.no_grad():
-                net(batch)
-    found = clocks.phases()
+                (ddp if kind == "plain" else net)(batch)
+    found, network_s = clocks.phases(), BROADCAST_S if buffers else 0.0
     assert found.compute_s == COMPUTE_S + NETWORK_S
-    assert found.network_s == 0.0
-    assert (found.forward_s, found.backward_s) == ((None, None) if compiled else (COMPUTE_S, NETWORK_S))
-    assert found.total_s == found.data_s + found.compute_s + COMPUTE_S
+    assert found.network_s == network_s
+    assert (found.forward_s, found.backward_s) == ((None, None) if kind == "compiled" else (COMPUTE_S, NETWORK_S))
+    assert found.total_s == found.data_s + found.compute_s + network_s + COMPUTE_S, "the last is the evaluation"
+    assert "_sync_buffers" not in vars(ddp)
+
+
+@pytest.mark.usefixtures("own_group")
+def test_a_step_without_the_gradient_that_ends_the_backward_pass(clocks: Clocks) -> None:
+    """It is not known then how long the rank waited for others."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    net = torch.nn.ModuleDict({"first": Timed(clocks), "second": Timed(clocks)})
+    net.forward = lambda batch, first: net["second"](net["first"](batch) if first else batch)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loader = elastic_loader(DataLoader(Samples(clocks), batch_size=1), optimizer=optimizer)
+    with AsyncCheckpointer(model=ddp, optimizer=optimizer, loader=loader) as saves:
+        for batch in loader:
+            optimizer.zero_grad()
+            ddp(batch, first=saves.step != STEPS // 2).sum().backward()
+            optimizer.step()
+    found = clocks.phases()
+    assert found.network_s is None
+    most_s = 2 * (COMPUTE_S + NETWORK_S)
+    assert 0.9 * most_s < found.compute_s < most_s
 
 
 class SlowModel(torch.nn.Module):
