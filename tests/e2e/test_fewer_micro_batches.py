@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -229,3 +230,22 @@ def test_a_slow_rank_gets_fewer_micro_batches(
     assert code == 0, said
     assert samples_of_steps(batches) == samples_of_steps(shared(tmp_path))
     assert json.loads((tmp_path / "weights").read_text()) == pytest.approx(slow_weights, rel=1e-9)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(180)
+def test_nothing_is_done_if_a_training_step_makes_collective_calls(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """Such as a log that is reduced over the ranks: they would wait for a micro-batch that another rank leaves out."""
+    calls = 'self.log("rank", float(self.global_rank), sync_dist=True)'
+    script = LIGHTNING.replace("return self.model(**batch)", f"{calls}\n            return self.model(**batch)")
+    script = script.replace("accumulate_grad_batches=4", "accumulate_grad_batches=2").replace("RUN", "main()")
+    two = ("--nproc-per-node", "2", "--max-restarts", "0", "--standby", "0")
+    times = {"STEPS": "-1", "FAST_S": "0.005", "SLOW_S": "0.04"}
+    job = launch(COMMON + script, *two, DLROVER_HOOKS_ON_STRAGGLER="rebalance", **times)
+    assert job.says("Nothing is done: its ranks cannot run different numbers of micro-batches", 90.0)
+    job.process.send_signal(signal.SIGINT)
+    code, said = job.end(60.0)
+    assert code == 130, said
+    assert {one.shares for one in shared(tmp_path)} == {(2, 2)}

@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.progress import _ReadyCompletedTracker
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -284,6 +285,72 @@ def test_restart_is_over() -> None:
     over = At("on_train_batch_start", private.restart_is_over)
     trainer(resume, before, over, after).fit(Net())
     assert before.found + after.found == [True, False]
+
+
+@pytest.mark.parametrize("left_out", [(0, 1), (1, 2)])
+def test_a_batch_whose_training_step_is_left_out(left_out: tuple[int, int]) -> None:
+    """Gradients are zeroed where its step begins, it has none of its own, and the outputs of the batch before."""
+    outputs, grads, happened = list[float](), list[float](), list[int | str]()
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            def around(run: Any) -> Any:
+                happened.append(trainer.fit_loop.epoch_loop.batch_idx)
+                return run()
+
+            private.around_training_steps(trainer, around, lambda: trainer.fit_loop.epoch_loop.batch_idx in left_out)
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            happened.append("zero")
+
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+            grads.append(pl_module.layer.weight.grad.item())
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, given: Any, *_: Any) -> None:
+            outputs.append(given["loss"].item())
+
+    net = Net()
+    with torch.no_grad():
+        net.layer.weight.fill_(1.0)
+        net.layer.bias.fill_(0.0)
+    fit = trainer(Looks(), accumulate_grad_batches=4, max_epochs=1)
+    fit.fit(net)
+    left = [batch for batch in range(4) if batch not in left_out]
+    seen = [float(value) for batch in left for value in (2 * batch, 2 * batch + 1)]
+    assert net.seen == seen
+    assert happened == (["zero", 2, 3] if left_out == (0, 1) else [0, "zero", 3])
+    assert grads == [pytest.approx(sum(2 * value * value for value in seen) / 2 / 4)]
+    assert outputs[:3] == ([0.0, 0.0, outputs[2]] if left_out == (0, 1) else [outputs[0]] * 3)
+    private.unwrap(fit)
+    assert "run" not in vars(fit.fit_loop.epoch_loop.automatic_optimization)
+
+
+def test_the_broadcast_of_a_signal_is_made_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    def broadcast(loop: _TrainingEpochLoop) -> None:
+        made.append(loop.batch_idx + 1)
+
+    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", broadcast)
+
+    class Before(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            private.sync_signals_between_steps(trainer)
+            loop = trainer.fit_loop.epoch_loop
+            advance = loop.advance
+
+            def as_with_several_processes(fetcher: Any) -> None:
+                loop._broadcast_sigterm_tensor()
+                advance(fetcher)
+
+            loop.advance = as_with_several_processes  # type: ignore[method-assign]
+
+    assert "_broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance), RENAMED.format("advance")
+    fit = trainer(Before(), accumulate_grad_batches=2, max_epochs=2)
+    fit.fit(Net())
+    assert made == [0, 2, 0, 2]
+    private.unwrap(fit)
+    assert "_broadcast_sigterm_tensor" not in vars(fit.fit_loop.epoch_loop)
 
 
 def test_fast_dev_run_is_known() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -67,8 +68,8 @@ def test_resumed_from_two_to_three_ranks_it_is_the_single_run(job: str, live_mas
 
 @pytest.mark.parametrize(("n", "batch", "total", "world"), [(43, 2, 5, 3), (23, 2, 4, 3), (9, 4, 4, 2), (20, 4, 5, 5)])
 def test_every_rank_gets_as_many_batches_and_only_its_own_samples(n: int, batch: int, total: int, world: int) -> None:
-    """What a rank lacks in a step it repeats as a ghost; real samples come once over all ranks, ghosts aside."""
-    lengths, visits, ends = set(), Counter[int](), []
+    """What a rank lacks in a step are ghosts at its beginning; real samples come once over all ranks, ghosts aside."""
+    lengths, visits, ends = set(), Counter[int](), set()
     for rank in range(world):
         elastic = elastic_loader(
             DataLoader(Numbers(n, False), batch, shuffle=True),
@@ -77,11 +78,15 @@ def test_every_rank_gets_as_many_batches_and_only_its_own_samples(n: int, batch:
             rank=rank,
         )
         loader = EvenLoader(elastic)
-        got = [(ids, loader.ghost or loader.weight == 0) for _, ids in loader]
+        got = [(ids.tolist(), loader.ghost, loader.step_ends, loader.weight) for _, ids in loader]
         lengths |= {len(got), len(loader)}
-        visits.update(one for ids, ghost in got if not ghost for one in ids.tolist())
-        ends.append([elastic.step_ends])
-    assert len(lengths) == 1
+        visits.update(one for ids, ghost, _, weight in got if not ghost and weight for one in ids)
+        ends.add(tuple(number for number, (_, _, over, _) in enumerate(got) if over))
+        before = [(one, after) for one, after in pairwise(got) if one[1]]
+        assert not got[-1][1]
+        assert all(one[0] == after[0] for one, after in before), "a ghost is the first real batch of its step"
+        assert not any(ghost and over for _, ghost, over, _ in got), "a step does not end with a ghost"
+    assert len(lengths) == len(ends) == 1
     assert visits == Counter(range(n))
 
 
