@@ -68,10 +68,10 @@ class _TimedBroadcast:
             found = held()
             assert found is not None
             if torch.compiler.is_compiling():  # traced with the model
-                return DistributedDataParallel._sync_buffers(found)
+                return type(found)._sync_buffers(found)
             clock.waits()
             with collective_calls.of_ddp():
-                DistributedDataParallel._sync_buffers(found)
+                type(found)._sync_buffers(found)
             clock.waited()
 
         cast(Any, ddp)._sync_buffers = timed

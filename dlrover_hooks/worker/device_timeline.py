@@ -15,6 +15,9 @@ MOST_PENDING = 64
 """Steps that the device has not finished; of more the oldest are not measured. A queue of CUDA holds some thousand
 operations, so Python is rarely more than a few steps ahead."""
 
+MOST_MARKS = 4096
+"""In a step; one with more is not measured. A thousand micro-batches have as many."""
+
 
 class DeviceEvents(Protocol):
     """Marks in a device's queue of work."""
@@ -55,6 +58,8 @@ class DeviceTimeline(Generic[T]):
 
     def mark(self, part: int) -> None:
         """This part ends behind what is queued so far, and the next one begins."""
+        if len(self._ends) == MOST_MARKS:  # a loop that never steps
+            self._begin, self._ends = None, []
         self._ends.append((part, self._events.record()))
 
     def end_step(self, kept: T, complete: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_hooks.worker.device_timeline import MOST_PENDING, DeviceTimeline
+from dlrover_hooks.worker.device_timeline import MOST_MARKS, MOST_PENDING, DeviceTimeline
 from dlrover_hooks.worker.step_clock import WINDOW_STEPS, StepClock
 from tests.simulated_gpu import SimulatedClock, SimulatedGpu
 
@@ -74,6 +74,18 @@ def test_steps_of_a_device_that_falls_behind_are_dropped() -> None:
         timeline.end_step(step, True)
     gpu.clock.now = gpu.free_at
     assert [step for _, step in timeline.measured()] == list(range(2 * MOST_PENDING, 3 * MOST_PENDING))
+
+
+def test_a_step_without_an_end_takes_no_memory() -> None:
+    gpu = SimulatedGpu(SimulatedClock())
+    timeline = DeviceTimeline[int](gpu, 1)
+    for _ in range(3 * MOST_MARKS):
+        timeline.mark(0)
+    assert len(timeline._ends) <= MOST_MARKS
+    for step in range(2):
+        timeline.mark(0)
+        timeline.end_step(step, True)
+    assert [step for _, step in timeline.measured()] == [1]
 
 
 def test_a_forward_pass_outside_of_a_step_does_not_count() -> None:
