@@ -69,9 +69,10 @@ class StragglerPolicy(enum.Enum):
 class StepPhases(Message, frozen=True):
     """Where the steps of one window of a rank spend their time, in seconds per step.
 
-    `data`: from the request of a batch until it is handed out. `compute`: from then until this rank's own backward pass
-    is done. `network`: from then until the optimizer steps, which is the wait for the gradients of the other ranks.
-    `checkpoint`: what a save blocks. What is left of `total_s` is evaluation, logging and the like.
+    `data`: from the request of a batch until it is handed out. `compute`: the forward pass and this rank's own backward
+    pass. `network`: the wait for the other ranks: for the buffers of rank 0 in the forward pass, and from the end of
+    the own backward pass until the optimizer steps. `checkpoint`: what a save blocks. What is left of `total_s` is
+    evaluation, logging and the like.
 
     On a GPU these are times of the GPU. So `data` is the time in which it had nothing to do until the batch was there.
     """

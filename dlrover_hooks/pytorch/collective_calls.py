@@ -13,7 +13,9 @@ _of_ddp = 0
 
 
 def of_the_loop() -> int | None:
-    """A number that grows with each call in any group that is not `of_ddp`. None: a backend does not count them."""
+    """A number that grows with each collective call, in any group, except those made in an `of_ddp` block. None: a
+    backend does not count them.
+    """
     made = _made()
     return None if made is None else made - _of_ddp
 
@@ -31,6 +33,8 @@ def _made() -> int | None:
     if not dist.is_initialized():
         return 0
     groups = list(cast(Any, distributed_c10d._world.pg_map))
+    if not all(group._device_types for group in groups):  # written in Python
+        return None
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
     try:
         return sum(backend._get_sequence_number_for_group() for backend in backends)

@@ -12,6 +12,7 @@ also averages gradients, as DDP does with a hook of the user's own, so unequal s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,10 +53,10 @@ class Around:
 class EvenLoader(Around):
     """An `ElasticLoader` with the same number of batches on every rank.
 
-    A rank with fewer batches in a step has its first one before it as a ghost, once or several times. A ghost costs no
-    time, since the other ranks are computing, and its loss must be multiplied by 0. The last batch of a step is never
-    a ghost. Only real batches are counted as samples. Other attributes are those of the `ElasticLoader`. Main thread
-    only.
+    A rank with fewer batches in a step first receives copies of its first batch, one for each missing batch. These
+    copies are ghosts. A ghost costs no time, since the other ranks are computing, and its loss must be multiplied by 0.
+    The last batch of a step is never a ghost. Only real batches are counted as samples. Other attributes are those of
+    the `ElasticLoader`. Main thread only.
     """
 
     def __init__(self, elastic: ElasticLoader) -> None:
@@ -78,14 +79,15 @@ class EvenLoader(Around):
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            spares = [tree_map(lambda leaf: leaf, batch) for _ in range(self._missing())]  # the loop may empty a dict
+            missing = self._missing()
             self.ghost, self.step_ends = True, False
-            yield from spares
+            for _ in range(missing):
+                yield _copied(batch)
             self.ghost, self.step_ends = False, self.elastic.step_ends
             yield batch
 
     def _missing(self) -> int:
-        """Ghosts before the batch last received: of a step all come first."""
+        """The number of ghosts before the batch just received. All ghosts of a step come before its first batch."""
         progress, plan = self.elastic.sampler.progress, self.elastic.sampler.plan
         step, number = progress.current()
         if number != 1:
@@ -110,6 +112,14 @@ class EvenLoader(Around):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ElasticLoader.load_state_dict`."""
         self.elastic.load_state_dict(state)
+
+
+def _copied(batch: Any) -> Any:
+    """The loop may change what it receives: empty a dict, or scale a tensor in place."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # an object of the user's own in it
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def step_batches(plan: BatchPlan) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,8 +29,8 @@ def time_passes(clock: StepClock, model: nn.Module) -> list[Removable]:
     """Call the methods of `clock` for the passes of `model` in each training step, until what is returned is removed.
     If its parameters are on one GPU, `clock` then measures there.
 
-    `model`: as the loop calls it, so with its wrapper. The end of the forward pass is seen of DDP and of sharded models
-    only: a hook in a plain model would be part of it where it is copied, or saved as a whole.
+    `model`: as the loop calls it, so with its wrapper. A hook for the end of the forward pass is put only into DDP and
+    sharded models. A plain model may be copied or pickled, and the hook would be copied or pickled with it.
     """
     devices = {parameter.device for parameter in model.parameters()}
     on_gpu = len(devices) == 1 and all(device.type == "cuda" for device in devices)
@@ -40,8 +41,8 @@ def time_passes(clock: StepClock, model: nn.Module) -> list[Removable]:
         put.append(model.register_forward_hook(after_forward(clock.forward_ended)))
     if isinstance(model, DistributedDataParallel) and (on_gpu or all(device.type == "cpu" for device in devices)):
         put.append(_TimedBroadcast(model, clock))
-        ended = _on_backward_end(model, clock.backward_ended)
-        put += [ended] if ended is not None else []
+        if not _reduces_otherwise(model):
+            put.append(_BackwardEnd(model, clock.backward_ended))
     return put
 
 
@@ -58,49 +59,94 @@ def after_forward(call: Callable[[], object]) -> Callable[[nn.Module, Any, Any],
     return ended
 
 
+_clocks = weakref.WeakKeyDictionary[DistributedDataParallel, StepClock]()
+
+
 class _TimedBroadcast:
-    """DDP's broadcast of the model's buffers, at the beginning of a forward pass, is a wait for rank 0."""
+    """DDP's broadcast of the model's buffers, at the beginning of a forward pass, is a wait for rank 0.
+
+    The method of the class is wrapped, and acts on the models in `_clocks` only: what is put into a model itself would
+    be in its copies, too.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, clock: StepClock) -> None:
-        self._held = held = weakref.ref(ddp)
+        self._held = weakref.ref(ddp)
+        _clocks[ddp] = clock
+        original = DistributedDataParallel._sync_buffers
+        if getattr(original, "timed", False):
+            return
 
-        def timed() -> None:
-            found = held()
-            assert found is not None
-            if torch.compiler.is_compiling():  # traced with the model
-                return type(found)._sync_buffers(found)
+        @functools.wraps(original)
+        def timed(self: DistributedDataParallel) -> None:
+            if torch.compiler.is_compiling() or (clock := _clocks.get(self)) is None:
+                return original(self)
             clock.waits()
             with collective_calls.of_ddp():
-                type(found)._sync_buffers(found)
+                original(self)
             clock.waited()
 
-        cast(Any, ddp)._sync_buffers = timed
+        cast(Any, timed).timed = True
+        DistributedDataParallel._sync_buffers = timed
 
     def remove(self) -> None:
-        """DDP's own method is in its place again."""
+        """The broadcasts of this model are not timed any more."""
         if (found := self._held()) is not None:
-            vars(found).pop("_sync_buffers", None)
+            _clocks.pop(found, None)
 
 
-def _on_backward_end(ddp: DistributedDataParallel, call: Callable[[], object]) -> Removable | None:
-    """Call `call` in each synchronised backward, in its thread, when this rank's own work in it is done, or queued.
-
-    That is at the first parameter's gradient, which as a rule is the last one. It is not called in a step in which that
-    parameter has no gradient. None where the time up to there would say nothing of this rank's own work, as its forward
-    pass waits for other ranks (SyncBatchNorm), and where DDP reduces gradients by other means.
+def _reduces_otherwise(ddp: DistributedDataParallel) -> bool:
+    """Whether the end of this rank's own backward pass says nothing of how long it waits for others: SyncBatchNorm
+    waits within the passes, and gradients are not reduced as they become ready.
     """
     waits = any(isinstance(one, nn.SyncBatchNorm) for one in ddp.module.modules())
-    if waits or ddp._use_python_reducer or ddp._delay_all_reduce_all_params or ddp.mixed_precision is not None:
-        return None
-    held = weakref.ref(ddp)
+    return waits or ddp._use_python_reducer or ddp._delay_all_reduce_all_params or ddp.mixed_precision is not None
 
-    def ended(_: Any) -> None:
-        found = held()
-        if found is not None and found.require_forward_param_sync:  # not within `no_sync`
-            call()
 
-    node = torch.autograd.graph.get_gradient_edge(next(iter(reduced(ddp).values()))).node
-    return cast(Removable, node.register_prehook(ended))
+class _BackwardEnd:
+    """Calls `call` once in each backward pass that DDP synchronises, in the thread of that pass, when this rank's
+    gradients are computed (on a GPU: queued).
+
+    That is at the gradient which came last in the first such pass, where all are looked at. In a pass without this
+    gradient `call` is not called.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, call: Callable[[], object]) -> None:
+        self._ddp, self._call = weakref.ref(ddp), call
+        self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in reduced(ddp).values()]
+        self._ready = dict[int, None]()
+        """Their numbers, in the order in which their gradients became ready."""
+        self._handles = [
+            node.register_prehook(functools.partial(self._first_pass, number))
+            for number, node in enumerate(self._nodes)
+        ]
+
+    def _first_pass(self, number: int, _: Any) -> None:
+        if not self._synchronised:
+            return
+        if number not in self._ready:
+            self._ready[number] = None
+            return
+        (*_, last), nodes = self._ready, self._nodes  # another pass has begun
+        self.remove()
+        self._handles = [nodes[last].register_prehook(self._end)]
+        if number == last:
+            self._call()
+
+    def _end(self, _: Any) -> None:
+        if self._synchronised:
+            self._call()
+
+    @property
+    def _synchronised(self) -> bool:
+        """False within `no_sync`."""
+        found = self._ddp()
+        return found is not None and found.require_forward_param_sync
+
+    def remove(self) -> None:
+        """`call` is not called any more."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._nodes = []
 
 
 class CudaEvents:

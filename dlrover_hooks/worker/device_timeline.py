@@ -1,4 +1,4 @@
-"""The parts of steps on a device that works behind the Python code, such as a GPU.
+"""The parts of steps on a device that runs asynchronously to Python, such as a GPU.
 
 Python queues work for the device and goes on, so its own clock says nothing of how long that work takes. A mark is
 queued at each border between two parts instead, and the device notes when it comes to it.
@@ -12,11 +12,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 MOST_PENDING = 64
-"""Steps that the device has not finished; of more the oldest are not measured. A queue of CUDA holds some thousand
-operations, so Python is rarely more than a few steps ahead."""
+"""The most steps that are kept until the device has finished them. With more, the oldest are dropped, and not measured.
+A queue of CUDA holds some thousand operations, so Python is rarely more than a few steps ahead."""
 
 MOST_MARKS = 4096
-"""In a step; one with more is not measured. A thousand micro-batches have as many."""
+"""The most marks in a step; a step with more is not measured. About a thousand micro-batches make this many."""
 
 
 class DeviceEvents(Protocol):

@@ -18,7 +18,7 @@ WINDOW_STEPS = 20
 """Least steps in a window: `TRIMMED` then leaves out one of them at least."""
 TRIMMED = 0.05
 """Share of the slowest steps that a mean leaves out: a pause in one of twenty steps, such as an evaluation or a garbage
-collection, does not count. What a DataLoader with up to 19 workers does in turn does."""
+collection, does not count. One slow worker of a DataLoader with up to 19 workers does: it delays more steps."""
 MOST_STEPS = 4096
 """Kept until the window is read; older ones are dropped. 16 s of steps of 4 ms."""
 
@@ -54,8 +54,9 @@ class StepClock:
     """Each call ends a part of the step. The training thread makes them, and the backward pass calls
     `backward_ended`, in whichever thread it runs; `window` is called by one other thread.
 
-    There are up to ten calls in a step, and each call of a Python function costs it 2 us, as the CPU's caches hold the
-    step's own data by then. Therefore, most methods add up the time themselves.
+    A step of one micro-batch makes up to ten calls, each further micro-batch some more. Each call of a Python function
+    adds 2 us to the step, because the CPU's caches hold the step's own data by then. Therefore, most methods add up the
+    time themselves.
 
     Args:
         now: seconds.
@@ -65,7 +66,7 @@ class StepClock:
         self._now, self._last = now, now()
         self._seconds, self._stepped, self._ends = [0.0] * _PARTS, False, 0
         self._apart, self._fetched, self._optimizes, self._begun, self._in_step = False, False, False, False, True
-        self._forward = False
+        self._forward = self._skipped = False
         self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
         self._device: DeviceTimeline[_Flags] | None = None
         self._window_from: float | None = None
@@ -76,15 +77,16 @@ class StepClock:
         self._micro_batches = counted
 
     def measure_on_device(self, events: DeviceEvents) -> None:
-        """From now on the parts of a step are those of a device that works behind the Python code. Once for a clock."""
+        """From now on the parts of a step are measured on a device that runs asynchronously to Python. Once."""
         if self._device is None:
             self._device = DeviceTimeline(events, _PARTS)
 
     def boundary(self) -> None:
         """The next batch is requested. After a step, that step is over."""
         now = self._now()
-        waits = self._fetched and not self._stepped  # a micro-batch; otherwise a step is over, or an epoch began
-        part = _Part.BACKWARD if waits else _Part.OTHER
+        within = self._fetched and not self._stepped  # a micro-batch is over; otherwise a step, or an epoch began
+        self._skipped |= within and self._ends > 0
+        part = _Part.BACKWARD if within else _Part.OTHER
         self._seconds[part] += now - self._last
         self._last = now
         if self._device is not None:
@@ -93,13 +95,14 @@ class StepClock:
             return
         seen = _Flags(self._apart and self._ends == 1, self._forward)
         complete = self._begun and self._fetched and self._optimizes  # there are adapters that do not make these calls
+        complete = complete and not self._skipped  # a step that GradScaler left out, and the next one, end together
         if self._device is not None:
             self._device.end_step(seen, complete)
             self._steps.extend(_Timed(*one) for one in self._device.measured())
         elif complete:
             self._steps.append(_Timed(self._seconds, seen))
         self._stepped, self._ends, self._apart, self._fetched, self._optimizes = False, 0, False, False, False
-        self._forward = False
+        self._forward = self._skipped = False
         self._begun = True  # the first step may compile, or load libraries
         self._seconds = [0.0] * _PARTS
 
@@ -129,7 +132,7 @@ class StepClock:
         self._forward_part(_Part.FORWARD)
 
     def waited(self) -> None:
-        """It goes on."""
+        """The forward pass no longer waits for other ranks."""
         self._forward_part(_Part.NETWORK)
 
     def _forward_part(self, part: _Part) -> bool:

@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
@@ -199,21 +200,19 @@ def before_each_validation(trainer: Trainer, call: Callable[[], object]) -> None
     cast(Any, loop).run = run
 
 
-def around_training_steps(
-    trainer: Trainer, around: Callable[[Callable[[], Any]], Any], skips: Callable[[], bool]
-) -> None:
-    """With automatic optimization run each batch (training step, backward, optimizer) by `around(run)`.
+def leave_out_training_steps(trainer: Trainer, skips: Callable[[bool], bool]) -> None:
+    """With automatic optimization ask `skips(last)` before each batch, the `last` one of its step or another one.
 
-    A batch for which `skips()` is not run: its outputs are those of the batch before it, and it has no gradients. At
-    the beginning its loss is 0.
+    If it returns True, the batch is not run (training step, backward, optimizer) and adds no gradients. Its outputs are
+    those of the previous batch, or a loss of 0 if there was none. The last batch of a step must be run.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original, outputs = loop.run, {"loss": torch.zeros((), device=trainer.lightning_module.device)}
 
     def run(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         nonlocal outputs
-        if not skips():
-            outputs = around(lambda: original(optimizer, batch_idx, kwargs))
+        if not skips(not trainer.fit_loop._should_accumulate()):
+            outputs = original(optimizer, batch_idx, kwargs)
         elif (zero_grad := loop._make_zero_grad_fn(batch_idx, optimizer)) is not None:
             zero_grad()
         return outputs
@@ -221,10 +220,16 @@ def around_training_steps(
     cast(Any, loop).run = run
 
 
+def fetches_before_training_steps(trainer: Trainer) -> bool:
+    """False if the training step fetches its batch itself (`dataloader_iter`), or Lightning fetches one ahead."""
+    return not isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher) and not fetches_ahead(trainer)
+
+
 def sync_signals_between_steps(trainer: Trainer) -> None:
     """Before a batch in the middle of a step, do not broadcast whether rank 0 has received SIGTERM.
 
-    Lightning does so before each batch, and ranks would wait for each other there. For SIGTERM that it does not handle.
+    Lightning broadcasts this before each batch, so the ranks would wait for each other in the middle of a step. To be
+    used only where Lightning does not handle SIGTERM.
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop._broadcast_sigterm_tensor

@@ -17,15 +17,15 @@ from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.lightning import _private_api as private
 from dlrover_hooks.integrations.lightning.combined_loader import Loaders, closing
-from dlrover_hooks.pytorch.even_batches import epoch_batches, step_batches
+from dlrover_hooks.pytorch.even_batches import epoch_batches, is_uneven, step_batches
 from dlrover_hooks.session import Session
 
 
 class BatchUnits:
     """Converts the Trainer's settings in batches for a step with another number of batches than the user's.
 
-    The user's `accumulate_grad_batches` is the intended number of batches in a step. If a step has exactly that many,
-    nothing is changed.
+    The user's `accumulate_grad_batches` is the intended number of batches in a step. If a step has exactly that many on
+    each rank, nothing is changed. If ranks differ, limits are whole steps: a part of one has other shares.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -65,7 +65,7 @@ class BatchUnits:
     def _convert(self, trainer: Trainer, plan: BatchPlan) -> None:
         now = step_batches(plan)
         trainer.accumulate_grad_batches = now
-        if now == self.accumulate:
+        if now == self.accumulate and not is_uneven(plan):
             return
         steps = plan.full_steps() + plan.has_tail()
         trainer.limit_train_batches = self._in_batches(self._limit, steps, now, plan)

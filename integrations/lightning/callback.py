@@ -316,7 +316,7 @@ class ElasticCallback(Callback):
         self._hooks.append(trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped()))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
-            self._skip_ghosts(trainer, session)
+            self._skip_ghosts(trainer, session, trainer.strategy.model)
         self._hooks += time_passes(
             session.clock, pl_module if trainer.strategy.model is None else trainer.strategy.model
         )
@@ -366,28 +366,29 @@ class ElasticCallback(Callback):
                 rank_zero_info(f"dlrover-hooks weighs losses instead of gradients: {outcome.reason}")
         self._buckets = keep_buckets(model, saved)
 
-    def _skip_ghosts(self, trainer: Trainer, session: Session) -> None:
-        """Let ranks compute different numbers of micro-batches, where that is possible. Call it with DDP."""
-        loader = leader(list(self._loaders.values()))
-        counts = self._units is not None and not self._units.scheduled
-        if loader is None or not counts or not trainer.lightning_module.automatic_optimization:
+    def _skip_ghosts(self, trainer: Trainer, session: Session, model: DistributedDataParallel) -> None:
+        """Let ranks compute different numbers of micro-batches, where that is possible."""
+        loader, automatic = leader(list(self._loaders.values())), trainer.lightning_module.automatic_optimization
+        if loader is None or self._units is None or self._units.scheduled or not automatic:
             return
-        self._ghosts = SkippedGhosts(loader)
+        if not private.fetches_before_training_steps(trainer):
+            return
+        self._ghosts = SkippedGhosts(loader, model)
         session.clock.count_micro_batches(self._ghosts.micro_batches)
         if step_batches(loader.sampler.plan) > 1:
-            private.around_training_steps(trainer, self._watched, self._skips)
+            private.leave_out_training_steps(trainer, self._skips)
             if signal.SIGTERM in session.parting.signals.numbers:
                 private.sync_signals_between_steps(trainer)
 
-    def _skips(self) -> bool:
+    def _skips(self, last: bool) -> bool:
         loader = leader(list(self._loaders.values()))
-        return self._ghosts is not None and self._ghosts.rebalanced and isinstance(loader, EvenLoader) and loader.ghost
-
-    def _watched(self, micro_batch: Callable[[], Any]) -> Any:
-        loader = leader(list(self._loaders.values()))
-        if self._ghosts is None or loader is None:
-            return micro_batch()
-        return self._ghosts.run(micro_batch, last=loader.step_ends)
+        if self._ghosts is None:
+            return False
+        self._ghosts.begins(last=last)
+        if last or not self._ghosts.rebalanced or not isinstance(loader, EvenLoader) or not loader.ghost:
+            return False
+        self._ghosts.skips()
+        return True
 
     def _weight(self, otherwise: float) -> float:
         loader = leader(list(self._loaders.values()))

@@ -30,6 +30,7 @@ from dlrover_hooks.integrations.transformers.step_weights import StepWeights
 from dlrover_hooks.integrations.transformers.trainer_part import FreshState, TrainerPart
 from dlrover_hooks.pytorch.adapter_loop import TrainingLoop
 from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, step_batches
+from dlrover_hooks.pytorch.skipped_ghosts import SkippedGhosts
 from dlrover_hooks.session import Preempted, Restored
 from dlrover_hooks.worker import surviving_process
 
@@ -263,7 +264,8 @@ class ElasticTraining:
         loop.add_model(trainer.model, trainer.model_wrapped)
         ddp = isinstance(trainer.model_wrapped, DistributedDataParallel)
         loop.passing = [trainer.model_wrapped] if ddp else []
-        if ddp and self.weights is not None:
+        if ddp and self.weights is not None and self._loader is not None:
+            self.weights.ghosts = SkippedGhosts(self._loader, trainer.model_wrapped)
             loop.session.clock.count_micro_batches(self.weights.ghosts.micro_batches)
         loop.add_optimizer(trainer.optimizer.optimizer)
         loop.add("scheduler", trainer.lr_scheduler)

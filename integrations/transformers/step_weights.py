@@ -28,7 +28,8 @@ class StepWeights:
     def __init__(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
         self._trainer, self._loader = trainer, loader
         self._even, self._progress, self._full_scale = not isinstance(loader, EvenLoader), loader.sampler.progress, 0.0
-        self.ghosts = SkippedGhosts(loader)
+        self.ghosts: SkippedGhosts | None = None
+        """Set if ghosts can be left out."""
         self.accumulates = step_batches(loader.sampler.plan) > 1
         """Several micro-batches of a step are run here, ghosts included."""
         self._scales: list[float] = []
@@ -62,10 +63,13 @@ class StepWeights:
     def trained(self, step: Callable[[], Any]) -> Any:
         """The loss of `step`, the training step of the current micro-batch; 0 for a ghost that is left out."""
         last = self._number == len(self._scales) - 1
-        if self.ghost and not last and self.ghosts.rebalanced:
-            return torch.zeros((), device=self._trainer.args.device)
+        if self.ghosts is not None:
+            self.ghosts.begins(last=last)
+            if self.ghost and not last and self.ghosts.rebalanced:
+                self.ghosts.skips()
+                return torch.zeros((), device=self._trainer.args.device)
         with private.uncounted(self._trainer) if self.ghost else contextlib.nullcontext():
-            return self.ghosts.run(step, last=last)
+            return step()
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""

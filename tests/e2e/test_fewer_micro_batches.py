@@ -1,4 +1,4 @@
-"""A slow rank runs fewer of the micro-batches of each step: the same samples, and equal weights."""
+"""A slow rank runs fewer of the micro-batches of each step."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def samples_of_steps(batches: list[Batch]) -> dict[int, list[int]]:
 def test_a_slow_rank_gets_fewer_micro_batches(
     launch: Callable[..., Launched], tmp_path: Path, script: str, run: str, request: pytest.FixtureRequest
 ) -> None:
-    """Each step trains on the samples that it has without a slow rank, and the weights are equal."""
+    """Each step trains on the same samples as in a job without a slow rank, and the final weights are equal."""
     two = ("--nproc-per-node", "2", "--max-restarts", "0", "--standby", "0")
     times = {"FAST_S": "0.01", "SLOW_S": "0.04"}
     whole = COMMON + script.replace("RUN", run)

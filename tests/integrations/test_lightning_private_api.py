@@ -290,15 +290,16 @@ def test_restart_is_over() -> None:
 @pytest.mark.parametrize("left_out", [(0, 1), (1, 2)])
 def test_a_batch_whose_training_step_is_left_out(left_out: tuple[int, int]) -> None:
     """Gradients are zeroed where its step begins, it has none of its own, and the outputs of the batch before."""
-    outputs, grads, happened = list[float](), list[float](), list[int | str]()
+    outputs, grads, happened = list[float](), list[float](), list[Any]()
 
     class Looks(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            def around(run: Any) -> Any:
-                happened.append(trainer.fit_loop.epoch_loop.batch_idx)
-                return run()
+            def skips(last: bool) -> bool:
+                batch = trainer.fit_loop.epoch_loop.batch_idx
+                happened.append((batch, last))
+                return batch in left_out
 
-            private.around_training_steps(trainer, around, lambda: trainer.fit_loop.epoch_loop.batch_idx in left_out)
+            private.leave_out_training_steps(trainer, skips)
 
         def on_before_zero_grad(self, *_: Any) -> None:
             happened.append("zero")
@@ -318,11 +319,39 @@ def test_a_batch_whose_training_step_is_left_out(left_out: tuple[int, int]) -> N
     left = [batch for batch in range(4) if batch not in left_out]
     seen = [float(value) for batch in left for value in (2 * batch, 2 * batch + 1)]
     assert net.seen == seen
-    assert happened == (["zero", 2, 3] if left_out == (0, 1) else [0, "zero", 3])
+    assert happened == [(0, False), "zero", (1, False), (2, False), (3, True)]
     assert grads == [pytest.approx(sum(2 * value * value for value in seen) / 2 / 4)]
     assert outputs[:3] == ([0.0, 0.0, outputs[2]] if left_out == (0, 1) else [outputs[0]] * 3)
     private.unwrap(fit)
     assert "run" not in vars(fit.fit_loop.epoch_loop.automatic_optimization)
+
+
+def test_the_last_batch_of_an_epoch_is_the_last_one_of_a_step() -> None:
+    """Lightning steps there, whatever `accumulate_grad_batches` says."""
+    lasts = list[bool]()
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            private.leave_out_training_steps(trainer, lambda last: bool(lasts.append(last)))
+
+    trainer(Looks(), accumulate_grad_batches=3, max_epochs=1).fit(Net())
+    assert lasts == [False, False, True, True]
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_whether_a_batch_is_fetched_before_its_training_step(itself: bool) -> None:
+    found = list[bool]()
+
+    class Fetches(Net):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            found.append(private.fetches_before_training_steps(trainer))
+
+    trainer(Looks(), max_epochs=1).fit(Fetches() if itself else Net())
+    assert found == [not itself]
 
 
 def test_the_broadcast_of_a_signal_is_made_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

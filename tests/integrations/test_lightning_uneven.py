@@ -6,6 +6,7 @@ same optimizer steps as in one process.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -90,8 +91,8 @@ def test_every_rank_gets_as_many_batches_and_only_its_own_samples(n: int, batch:
     assert visits == Counter(range(n))
 
 
-def test_a_ghost_is_not_the_object_that_the_loop_had() -> None:
-    """A training step may empty the batch's dict."""
+def test_a_ghost_is_not_the_object_that_the_loop_has_next() -> None:
+    """A training step may empty the batch's dict, or scale a tensor in place."""
     elastic = elastic_loader(
         DataLoader([{"x": torch.tensor(i)} for i in range(8)], 2),  # pyright: ignore[reportArgumentType]
         global_batch_size=6,
@@ -99,7 +100,24 @@ def test_a_ghost_is_not_the_object_that_the_loop_had() -> None:
         rank=1,
     )
     loader = EvenLoader(elastic)
-    assert [batch.pop("x").numel() for batch in loader] == [2, 2, 1]  # one and a ghost; the short step
+    assert [batch.pop("x").mul_(10).tolist() for batch in loader] == [[40, 50], [40, 50], [70]]  # a ghost comes first
+
+
+class Locked:
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_a_batch_with_something_that_cannot_be_copied() -> None:
+    elastic = elastic_loader(
+        DataLoader(range(8), 2, collate_fn=lambda ids: {"x": torch.tensor(ids), "lock": Locked()}),  # pyright: ignore[reportArgumentType]
+        global_batch_size=6,
+        num_replicas=2,
+        rank=1,
+    )
+    assert [batch.pop("x").mul_(10).tolist() for batch in EvenLoader(elastic)] == [[40, 50], [40, 50], [70]]
 
 
 @pytest.mark.parametrize(
