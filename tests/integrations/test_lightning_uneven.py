@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.integrations.lightning.batch_unit_conversion import BatchUnits
 from dlrover_hooks.pytorch.even_batches import EvenLoader, epoch_batches, is_uneven
 from tests.contracts.spawn import by_step, plan, spawn, survived
 from tests.contracts.trial import Numbers
@@ -132,3 +134,14 @@ def test_a_batch_with_something_that_cannot_be_copied() -> None:
 def test_where_ranks_differ(plan: BatchPlan, uneven: bool, batches: int) -> None:
     assert is_uneven(plan) == uneven
     assert epoch_batches(plan) == batches
+
+
+@pytest.mark.parametrize(("total", "limit", "expected"), [(6, 4, 4), (5, 4, 3), (5, 5, 6)])
+def test_limits_are_whole_steps_where_ranks_differ(total: int, limit: int, expected: int) -> None:
+    """Lightning steps with what there is of a step. On a rank that has ghosts in it that may be ghosts only."""
+    fit = Trainer(accumulate_grad_batches=3, limit_train_batches=limit, logger=False, enable_checkpointing=False)
+    units = BatchUnits(fit)
+    units.share(fit, BatchPlan(40, 2, 2 * total, 0, 2, "drop"))
+    assert fit.limit_train_batches == expected
+    units.restore(fit)
+    assert fit.limit_train_batches == limit
