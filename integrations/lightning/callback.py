@@ -101,6 +101,7 @@ class ElasticCallback(Callback):
     _driver: StepDriver | None = None
     """From `setup` to `teardown`."""
     _survivor: AdapterRecovery | None = None
+    _ghosts: SkippedGhosts | None = None
 
     def __init__(
         self,
@@ -143,7 +144,6 @@ class ElasticCallback(Callback):
         self._own: OwnLoaders | None = None
         self._units: BatchUnits | None = None
         self._weighed = False
-        self._ghosts: SkippedGhosts | None = None
         self._buckets: BucketOrder | None = None
         self._hooks: list[Removable] = []
         self._beside: StateBesideOptimizer | None = None

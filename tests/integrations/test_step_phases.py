@@ -238,13 +238,16 @@ def test_a_step_that_a_scaler_leaves_out_is_not_measured(clocks: Clocks) -> None
 
 
 @pytest.mark.usefixtures("own_group")
-def test_a_copy_of_a_model_outlives_it(clocks: Clocks) -> None:
-    """Its buffers are broadcast, and not those of the model. It can be saved as a whole afterwards."""
+def test_a_copy_of_a_model_outlives_it(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers are broadcast, and not those of the model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     net = torch.nn.BatchNorm1d(1)
     ddp = DistributedDataParallel(net)
-    put = step_phases.time_passes(clocks.make(), ddp)
+    clock = clocks.make()
+    put = step_phases.time_passes(clock, ddp)
     best = copy.deepcopy(ddp)
+    monkeypatch.setattr(clock, "waits", lambda: pytest.fail("the clock is that of the model"))
+    assert best(torch.ones(4, 1)).shape == (4, 1)
     for one in put:
         one.remove()
     del ddp, put, net
