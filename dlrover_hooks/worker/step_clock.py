@@ -125,26 +125,30 @@ class StepClock:
 
     def forward_ended(self) -> None:
         """A forward pass of a micro-batch is over. Ignored outside of a step, such as in an evaluation."""
-        self._forward = self._forward_part(_Part.FORWARD) or self._forward
+        if self._stepped or not self._fetched:
+            return
+        now = self._now()
+        self._seconds[_Part.FORWARD] += now - self._last
+        self._last, self._forward = now, True
+        if self._device is not None:
+            self._device.mark(_Part.FORWARD)
 
     def waits(self) -> None:
         """The forward pass begins to wait for other ranks. Ignored outside of a step, like the end of that wait."""
-        self._forward_part(_Part.FORWARD)
+        self._within_forward(_Part.FORWARD)
 
     def waited(self) -> None:
         """The forward pass no longer waits for other ranks."""
-        self._forward_part(_Part.NETWORK)
+        self._within_forward(_Part.NETWORK)
 
-    def _forward_part(self, part: _Part) -> bool:
-        """False outside of a step, such as in an evaluation."""
+    def _within_forward(self, part: _Part) -> None:
         if self._stepped or not self._fetched:
-            return False
+            return
         now = self._now()
         self._seconds[part] += now - self._last
         self._last = now
         if self._device is not None:
             self._device.mark(part)
-        return True
 
     def backward_ended(self) -> None:
         """This rank's gradients are all computed, and the last of them is about to be reduced."""

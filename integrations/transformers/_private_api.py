@@ -42,6 +42,8 @@ class BatchWeights(Protocol):
     """True in the training step of a micro-batch; False where a loss is computed for something else."""
     ghost: bool
     """True if the current micro-batch only repeats one."""
+    forward_ended: Callable[[], object]
+    """To be called when the loss of a micro-batch is computed."""
     accumulates: bool
     """True if a step has several micro-batches on each process."""
 
@@ -88,10 +90,6 @@ class LoopEvents(Protocol):
 
     def epoch(self, given: dict[str, Any]) -> None:
         """An epoch begins. `given`: the arguments of `_run_epoch`, which may be changed."""
-        ...
-
-    def forward_ended(self) -> None:
-        """The loss of a micro-batch is computed."""
         ...
 
     def pauses(self) -> None:
@@ -176,7 +174,7 @@ class _ElasticLoop(Trainer):
         if (weights := self.elastic.weights) is None:
             return found
         if weights.inside:
-            self.elastic.forward_ended()
+            weights.forward_ended()
         if return_outputs:
             return weights.weighed(found[0], num_items_in_batch), found[1]
         return weights.weighed(found, num_items_in_batch)

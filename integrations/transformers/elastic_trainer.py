@@ -231,7 +231,7 @@ class ElasticTraining:
                 hint="keep the global batch size until the epoch is over",
             )
         self._loader = EvenLoader(made) if is_uneven(plan) else made
-        self.weights = StepWeights(self._trainer, self._loader)
+        self.weights = StepWeights(self._trainer, self._loader, loop.session.clock)
         args.gradient_accumulation_steps = step_batches(plan)
         return self._loader
 
@@ -279,11 +279,6 @@ class ElasticTraining:
         if resumed:
             given["resume_from_checkpoint"] = private.OURS
         self._part.epoch_begins(given)
-
-    def forward_ended(self) -> None:
-        """The forward pass of a micro-batch is over; the backward pass follows."""
-        if self.loop is not None:
-            self.loop.session.clock.forward_ended()
 
     def pauses(self) -> None:
         """Take a step snapshot: evaluation and saves have collectives, in which a worker may be lost."""

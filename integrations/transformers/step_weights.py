@@ -17,6 +17,7 @@ from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.integrations.transformers import _private_api as private
 from dlrover_hooks.pytorch.even_batches import EvenLoader, mean_scale, step_batches
 from dlrover_hooks.pytorch.skipped_ghosts import SkippedGhosts
+from dlrover_hooks.worker.step_clock import StepClock
 
 IGNORED = -100
 """Label that counts in no loss."""
@@ -25,9 +26,10 @@ IGNORED = -100
 class StepWeights:
     """The weights of one loader's batches. Training thread."""
 
-    def __init__(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
+    def __init__(self, trainer: Trainer, loader: ElasticLoader | EvenLoader, clock: StepClock) -> None:
         self._trainer, self._loader = trainer, loader
         self._even, self._progress, self._full_scale = not isinstance(loader, EvenLoader), loader.sampler.progress, 0.0
+        self.forward_ended: Callable[[], object] = clock.forward_ended
         self.ghosts: SkippedGhosts | None = None
         """Set if ghosts can be left out."""
         self.accumulates = step_batches(loader.sampler.plan) > 1
