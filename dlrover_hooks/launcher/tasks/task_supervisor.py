@@ -178,8 +178,9 @@ class TaskSupervisor:
     def _judge(self, ended: EndedTask) -> None:
         """A task has ended by itself. Raises Over if the run is over."""
         task, code = ended.task, ended.exit_code
-        listed = next((one for one in self._list.tasks if one.id == task.id), None)
-        released = self._list.finished or (listed is not None and listed.status is p.NodeStatus.RELEASED)
+        released = _released(task, self._list)
+        if not released:  # a task learns from the master itself that it is released, maybe before the list is here
+            released = _released(task, self._client.call(p.ShowTasks(self._job)))
         self._fenced(task, code, out_of_memory=ended.out_of_memory)
         if task.type is p.NodeType.CHIEF:
             if code == DONE:
@@ -226,3 +227,8 @@ class TaskSupervisor:
             if found.number > self._list.number:
                 self._list = found
                 self._wake.wake()
+
+
+def _released(task: p.Task, tasks: p.Tasks) -> bool:
+    listed = next((one for one in tasks.tasks if one.id == task.id), None)
+    return tasks.finished or (listed is not None and listed.status is p.NodeStatus.RELEASED)
