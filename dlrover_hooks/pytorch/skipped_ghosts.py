@@ -27,7 +27,7 @@ class SkippedGhosts:
         self._loader, self._ddp = loader, weakref.ref(ddp)
         self.possible = True
         """False once a collective call was made between the first batch of a step and the last one."""
-        self._rebuilt, self._within, self._made = ddp._has_rebuilt_buckets, False, None
+        self._rebuilt, self._within, self._made = _has_rebuilt(ddp), False, None
 
     @property
     def rebalanced(self) -> bool:
@@ -42,8 +42,7 @@ class SkippedGhosts:
         """
         if last and not self._within:
             return
-        made, ddp = collective_calls.of_the_loop(), self._ddp()
-        rebuilt = ddp is not None and ddp._has_rebuilt_buckets
+        made, rebuilt = collective_calls.of_the_loop(), _has_rebuilt(self._ddp())
         calls = self._within and (made is None or made != self._made)
         if calls and rebuilt == self._rebuilt:  # once DDP agrees on the order of its buckets, by calls of its own
             self._refuse()
@@ -78,3 +77,8 @@ class SkippedGhosts:
         if not self.possible:
             return 0, 0, False
         return plan.micro_batches if plan.rebalanced else step_batches(plan), plan.total, plan.rebalanced
+
+
+def _has_rebuilt(ddp: DistributedDataParallel | None) -> bool:
+    """Whether DDP has agreed with the other ranks on the order of its buckets."""
+    return getattr(ddp, "_has_rebuilt_buckets", False)

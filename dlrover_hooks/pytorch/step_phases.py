@@ -98,8 +98,9 @@ def _reduces_otherwise(ddp: DistributedDataParallel) -> bool:
     """Whether the end of this rank's own backward pass says nothing of how long it waits for others: SyncBatchNorm
     waits within the passes, and gradients are not reduced as they become ready.
     """
+    means = ("_use_python_reducer", "_delay_all_reduce_all_params", "mixed_precision")
     waits = any(isinstance(one, nn.SyncBatchNorm) for one in ddp.module.modules())
-    return waits or ddp._use_python_reducer or ddp._delay_all_reduce_all_params or ddp.mixed_precision is not None
+    return waits or any(getattr(ddp, name, None) for name in means)
 
 
 class _BackwardEnd:

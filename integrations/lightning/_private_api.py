@@ -200,11 +200,11 @@ def before_each_validation(trainer: Trainer, call: Callable[[], object]) -> None
     cast(Any, loop).run = run
 
 
-def leave_out_training_steps(trainer: Trainer, skips: Callable[[bool], bool]) -> None:
+def leave_out_training_steps(trainer: Trainer, skips: Callable[[bool], bool], *, keep: bool) -> None:
     """With automatic optimization ask `skips(last)` before each batch, the `last` one of its step or another one.
 
     If it returns True, the batch is not run (training step, backward, optimizer) and adds no gradients. Its outputs are
-    those of the previous batch, or a loss of 0 if there was none. The last batch of a step must be run.
+    those of the previous batch if they are kept (`keep`), else a loss of 0. The last batch of a step must be run.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original, outputs = loop.run, {"loss": torch.zeros((), device=trainer.lightning_module.device)}
@@ -212,8 +212,10 @@ def leave_out_training_steps(trainer: Trainer, skips: Callable[[bool], bool]) ->
     def run(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         nonlocal outputs
         if not skips(not trainer.fit_loop._should_accumulate()):
-            outputs = original(optimizer, batch_idx, kwargs)
-        elif (zero_grad := loop._make_zero_grad_fn(batch_idx, optimizer)) is not None:
+            made = original(optimizer, batch_idx, kwargs)
+            outputs = made if keep else outputs
+            return made
+        if (zero_grad := loop._make_zero_grad_fn(batch_idx, optimizer)) is not None:
             zero_grad()
         return outputs
 

@@ -376,7 +376,7 @@ class ElasticCallback(Callback):
         self._ghosts = SkippedGhosts(loader, model)
         session.clock.count_micro_batches(self._ghosts.micro_batches)
         if step_batches(loader.sampler.plan) > 1:
-            private.leave_out_training_steps(trainer, self._skips)
+            private.leave_out_training_steps(trainer, self._skips, keep=self._ghosts.rebalanced)
             if signal.SIGTERM in session.parting.signals.numbers:
                 private.sync_signals_between_steps(trainer)
 

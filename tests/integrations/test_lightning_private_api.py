@@ -299,7 +299,7 @@ def test_a_batch_whose_training_step_is_left_out(left_out: tuple[int, int]) -> N
                 happened.append((batch, last))
                 return batch in left_out
 
-            private.leave_out_training_steps(trainer, skips)
+            private.leave_out_training_steps(trainer, skips, keep=True)
 
         def on_before_zero_grad(self, *_: Any) -> None:
             happened.append("zero")
@@ -332,7 +332,7 @@ def test_the_last_batch_of_an_epoch_is_the_last_one_of_a_step() -> None:
 
     class Looks(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            private.leave_out_training_steps(trainer, lambda last: bool(lasts.append(last)))
+            private.leave_out_training_steps(trainer, lambda last: bool(lasts.append(last)), keep=False)
 
     trainer(Looks(), accumulate_grad_batches=3, max_epochs=1).fit(Net())
     assert lasts == [False, False, True, True]
