@@ -34,6 +34,17 @@ class SkippedGhosts:
         """Whether ghosts are left out: the master has distributed the micro-batches, as all ranks found it possible."""
         return self._loader.sampler.plan.rebalanced
 
+    def leaves_out(self, *, ghost: bool, last: bool) -> bool:
+        """Whether the micro-batch that begins now is not to be run. Call it before each one.
+
+        `last`: it is the last one of its step. Raises HooksError, see `begins`.
+        """
+        self.begins(last=last)
+        if last or not ghost or not self.rebalanced:
+            return False
+        self.skips()
+        return True
+
     def begins(self, *, last: bool) -> None:
         """A micro-batch begins, the `last` one of its step or another one. Look for collective calls since the one
         before it in the same step began.
@@ -52,7 +63,7 @@ class SkippedGhosts:
         self.possible = False
         if self.rebalanced:
             raise HooksError(
-                "a collective call was made within a step whose micro-batches are distributed by the speed of the "
+                "a collective call was made within a step with micro-batches that are distributed by the speed of the "
                 "ranks: the ranks differ in the number of their micro-batches, so they would wait for each other",
                 hint='on_straggler="report", or make such calls with the last batch of a step only',
             )

@@ -382,13 +382,8 @@ class ElasticCallback(Callback):
 
     def _skips(self, last: bool) -> bool:
         loader = leader(list(self._loaders.values()))
-        if self._ghosts is None:
-            return False
-        self._ghosts.begins(last=last)
-        if last or not self._ghosts.rebalanced or not isinstance(loader, EvenLoader) or not loader.ghost:
-            return False
-        self._ghosts.skips()
-        return True
+        ghost = isinstance(loader, EvenLoader) and loader.ghost
+        return self._ghosts is not None and self._ghosts.leaves_out(ghost=ghost, last=last)
 
     def _weight(self, otherwise: float) -> float:
         loader = leader(list(self._loaders.values()))

@@ -65,11 +65,8 @@ class StepWeights:
     def trained(self, step: Callable[[], Any]) -> Any:
         """The loss of `step`, the training step of the current micro-batch; 0 for a ghost that is left out."""
         last = self._number == len(self._scales) - 1
-        if self.ghosts is not None:
-            self.ghosts.begins(last=last)
-            if self.ghost and not last and self.ghosts.rebalanced:
-                self.ghosts.skips()
-                return torch.zeros((), device=self._trainer.args.device)
+        if self.ghosts is not None and self.ghosts.leaves_out(ghost=self.ghost, last=last):
+            return torch.zeros((), device=self._trainer.args.device)
         with private.uncounted(self._trainer) if self.ghost else contextlib.nullcontext():
             return step()
 

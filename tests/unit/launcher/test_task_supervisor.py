@@ -52,13 +52,14 @@ def judged(master: Master, listed: p.Tasks) -> None:
             supervisor._judge_all()
         finally:
             supervisor._wake.close()
-    assert master.fenced == [7]
 
 
 @pytest.mark.parametrize("now", [tasks(p.NodeStatus.RELEASED), tasks(p.NodeStatus.RUNNING, finished=True)])
 def test_a_task_that_ends_since_it_is_released_is_no_failure(now: p.Tasks) -> None:
     """Also if the launcher has not received the list yet that says so."""
-    judged(Master(now), tasks(p.NodeStatus.RUNNING))
+    master = Master(now)
+    judged(master, tasks(p.NodeStatus.RUNNING))
+    assert master.fenced == [7]
 
 
 def test_a_task_that_ends_by_itself_is_a_failure() -> None:

@@ -10,7 +10,7 @@ from tests.simulated_gpu import SimulatedClock, SimulatedGpu
 
 
 def make_steps(clock: StepClock, gpu: SimulatedGpu, steps: int, *, load_s: float = 0.01, late_s: float = 0.0) -> None:
-    """Steps of a rank whose gradients are reduced `late_s` after its own are there."""
+    """Steps of a rank. The gradients are reduced `late_s` after the rank has computed its own."""
     for _ in range(steps):
         clock.boundary()
         clock.saved()
